@@ -1,18 +1,18 @@
-"""Megatron-LM's own loop with an attachment, beside the same loop without one:
-iterations, and kills.
+"""Megatron-LM's own loop with an attachment, beside the same loop without one.
 
     python benchmarks/attached.py [--rounds 3] [--iterations 40] [--skip 10]
-        [--kills 6] [--restarts 3]
-                                  [--ckpt moevement] [--set KEY=VALUE] [-- ARGUMENTS]
+        [--kills 6] [--restarts 3] [--ckpt moevement] [--set KEY=VALUE]
+        [-- ARGUMENTS]
 
-Jobs are those of examples/megatron_lm.sh on 4 ranks; ARGUMENTS come after the
-example's, and replace them. Each round trains once without and once with the
-attachment; the order changes from round to round. Iteration times are those that
-Megatron-LM logs. Then random workers of an attached job are killed, and random
-processes of a job that torchrun starts again, which loads the newest of its
-checkpoints, one every 10 iterations. Printed: the ratio of iteration times with its 95
-% interval, and medians of seconds from `kill -9` to the next new iteration. Absolute
-times mean little on a laptop; ratios do.
+Jobs are the job of examples/megatron_lm.sh on 4 ranks. ARGUMENTS come after the
+example's arguments, and replace them. Each round trains once without and once with the
+attachment; the order changes from round to round. Megatron-LM logs the iteration times.
+
+Then the benchmark kills random workers of an attached job, and random processes of a
+job that torchrun starts again. The restarted job loads its newest checkpoint; a
+checkpoint is written every 10 iterations. Printed: the ratio of iteration times with
+its 95 % interval, and median seconds from `kill -9` to the next new iteration. Absolute
+times mean little on a laptop; ratios are meaningful.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from moe_ckpt.elastic.live_workers import read_live  # noqa: E402
 from scripts.fetch_megatron_lm import FOLDER  # noqa: E402
 
 RANKS = 4
-WARM_ITERATIONS = 12  # the restarted job has a checkpoint then
+WARM_ITERATIONS = 12  # by then the job to restart has a checkpoint
 NEW_ITERATIONS_BETWEEN_KILLS = 5
 PATIENCE_S = 240.0
 _, _, _WORDS = (
@@ -59,18 +59,22 @@ _LINE = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Logged:
-    """A line of Megatron-LM's log: when an iteration ended, in Unix seconds, and its
-    seconds.
-    """
+    """A line of Megatron-LM's log about an iteration."""
 
     iteration: int
+    """Number of the iteration."""
+
     ended_unix_s: float
+    """End of the iteration, in Unix seconds."""
+
     seconds: float
+    """Time of the iteration, in seconds."""
 
 
 def read_log(text: str) -> list[Logged]:
-    """Return the logged iterations, in the order in which they ended; an iteration may
-    occur twice.
+    """Return the logged iterations, in the order of their ends.
+
+    An iteration may occur twice.
     """
     return [
         Logged(
@@ -83,8 +87,13 @@ def read_log(text: str) -> list[Logged]:
 
 
 class Job:
-    """A job of the example under torchrun; `own` are options of moe_ckpt.run, `more`
-    arguments of the script.
+    """A job of the example under torchrun.
+
+    Args:
+        folder: A new folder for the run folder and the log.
+        own: Options of moe_ckpt.run.
+        more: Arguments of the script, after the example's.
+        max_restarts: How often torchrun may start the job again.
     """
 
     def __init__(
@@ -117,7 +126,7 @@ class Job:
             "OMP_NUM_THREADS": "1",
             "PYTHONWARNINGS": "ignore",
         }
-        # gloo would find the addresses of dead ranks in a store that outlives them
+        # in a store that outlives its ranks, gloo would find addresses of dead ranks
         if max_restarts:
             quiet["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         with self._log.open("w") as log:
@@ -157,8 +166,10 @@ class Job:
             time.sleep(0.05)
 
     def workers(self) -> list[int]:
-        """Return the pids of the processes that train: those that supervisors wrote
-        down, or torchrun's children.
+        """Return the pids of the processes that train.
+
+        Supervisors write the pids of their workers down. Without supervisors,
+        torchrun's children train.
         """
         live = [worker.pid for worker in read_live(self.run)]
         pid = self._process.pid
@@ -173,8 +184,15 @@ class Job:
 
 
 def pair(folder: Path, number: int, options: argparse.Namespace) -> tuple[float, float]:
-    """Return the mean seconds of an iteration with the attachment and without, in an
-    order by the round.
+    """Train once with and once without the attachment; the order depends on the round.
+
+    Args:
+        folder: The folder of all runs.
+        number: The number of the round.
+        options: The options of the command.
+
+    Returns:
+        Mean seconds of an iteration with and without the attachment.
     """
     kinds = {"attached": options.own, "plain": ["--plain"]}
     found = {}
@@ -196,8 +214,15 @@ def pair(folder: Path, number: int, options: argparse.Namespace) -> tuple[float,
 
 
 def kills(job: Job, count: int, chosen: random.Random) -> list[float]:
-    """Kill a random worker again and again; return the seconds from each kill to the
-    next new iteration.
+    """Kill a random worker again and again, and stop the job.
+
+    Args:
+        job: The running job.
+        count: The number of kills.
+        chosen: Chooses the workers.
+
+    Returns:
+        Seconds from each kill to the next new iteration.
     """
     try:
         job.wait_for(lambda: job.newest() >= WARM_ITERATIONS, "first iterations")
@@ -263,8 +288,8 @@ def main() -> int:
             "--save-interval",
             "10",
         ]
-        # Megatron-LM cannot load the optimizer of torch's Adam, which a CPU has: a
-        # restart that loads less
+        # a CPU has torch's Adam, whose state Megatron-LM cannot load: the restart
+        # loads less
         without = [
             "--no-load-optim",
             "--no-load-rng",

@@ -3,11 +3,11 @@
     python benchmarks/captures.py [--ranks 4] [--kib 1024] [--iterations 10]
         [--replays 40] [--loss 1e-3] [--write PAGE]
 
-Ranks reduce one bucket in each iteration over gloo; all frames at the loopback
-interface are recorded once, which needs CAP_NET_RAW. They are cut into packets as on a
-network with an MTU of 1500, and replayed to 1, 2 and 3 captures. Each loses packets at
-random. An iteration counts as lost if the captures together lack any byte of the sum;
-complete ones are compared with the ranks' own sum.
+Ranks reduce one bucket in each iteration over gloo. All frames at the loopback
+interface are recorded once, which needs CAP_NET_RAW. The frames are cut into packets as
+on a network with an MTU of 1500, and replayed to 1, 2 and 3 captures. Each capture
+loses packets at random. An iteration counts as lost if the captures together lack any
+byte of the sum. The sum of a complete iteration is compared with the ranks' own sum.
 """
 
 from __future__ import annotations
@@ -47,18 +47,23 @@ _CAPTURES = (1, 2, 3)
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """The iterations of all replays, those that were lost, and the packets that carry
-    an iteration's sum.
-    """
+    """The share of iterations that a number of captures loses."""
 
     captures: int
+    """Number of captures."""
+
     iterations: int
+    """Iterations of all replays."""
+
     lost: int
+    """Iterations that were lost."""
+
     packets: float
+    """Packets that carry the sum of one iteration."""
 
 
 def be_rank(rank: int, num_ranks: int, num_bytes: int, iterations: int) -> None:
-    """Reduce a mark, then the bucket of each iteration."""
+    """Run one rank: reduce a mark, then the bucket of each iteration."""
     store = dist.TCPStore("127.0.0.1", _PORT, num_ranks, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
     mark = bytearray(mark_of(GROUP, num_ranks, rank))
@@ -71,7 +76,14 @@ def be_rank(rank: int, num_ranks: int, num_bytes: int, iterations: int) -> None:
 
 
 def record(num_ranks: int, num_bytes: int, iterations: int) -> list[TcpSegment]:
-    """Return the segments of the group, in order, in packets as on a network."""
+    """Record the frames of a group of ranks at the loopback interface.
+
+    Returns:
+        The segments of the group, in order, in packets as on a network.
+
+    Raises:
+        ConfigError: The process lacks the privilege CAP_NET_RAW.
+    """
     port, frames, is_over = MirrorPort("lo"), list[bytes](), Event()
 
     def read() -> None:
@@ -91,7 +103,7 @@ def record(num_ranks: int, num_bytes: int, iterations: int) -> list[TcpSegment]:
     port.close()
     assert statuses == [0] * num_ranks, statuses
     seen = [segment for frame in frames if (segment := segment_of(frame))]
-    # and those of other processes
+    # the interface carries segments of other processes, too
     streams = {segment.stream for segment in seen if find_mark(segment.payload)}
     return [
         packet
@@ -116,7 +128,15 @@ def replay(
     loss: float,
     seed: int,
 ) -> Share:
-    """Return the share of one replay."""
+    """Replay segments once to captures that lose packets.
+
+    Args:
+        segments: The recorded segments.
+        wanted: The sums of each iteration.
+        captures: The number of captures.
+        loss: The probability that a capture loses a packet.
+        seed: The seed of the losses.
+    """
     watcher = Watcher(captures, loss=loss, seed=seed)
     for segment in segments:
         watcher.see_segment(segment)
@@ -128,7 +148,7 @@ def replay(
         )
     size = wanted[0].size
     of_capture = watcher.num_watched / captures / len(wanted)
-    packets = of_capture / 2 * size / (size - 1)  # half of them carry partial sums
+    packets = of_capture / 2 * size / (size - 1)  # half carry partial sums
     return Share(
         captures=captures,
         iterations=len(wanted),
@@ -141,7 +161,7 @@ def _sum(sums: MirroredSums, iteration: int) -> bytes:
     values = np.arange(sums.buckets[0] // 4, dtype=np.float32) % 1000 + np.float32(
         iteration
     )
-    # whole numbers below 2**24: exact in any order
+    # whole numbers below 2**24: their sum is exact in any order
     return (values * np.float32(sums.size)).tobytes()
 
 
@@ -151,6 +171,11 @@ def measure(
     loss: float,
     replays: int,
 ) -> list[Share]:
+    """Replay segments to each number of captures, with a seed for each replay.
+
+    Returns:
+        The share of all replays, for each number of captures.
+    """
     found = []
     for captures in _CAPTURES:
         shares = [

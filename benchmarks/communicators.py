@@ -1,14 +1,14 @@
-"""How many inner groups a rank forms in a generation, and how long that takes: shared
-by membership, and one a group.
-
-The last column is a generation that goes on with all groups of the one before, after a
-vote on each.
+"""Inner groups that a rank forms in a generation, and the seconds to form them.
 
     python benchmarks/communicators.py [--ranks 4 8 16] [--generations 5] [--write]
 
-Ranks are processes of this machine that make Megatron's groups with gloo and form them
-over a store in a file; they do nothing else. NCCL's communicators cost more each, so
-its gain is larger; it was not measured, for lack of a GPU.
+Compares inner groups that are shared by membership with one inner group for each group.
+The last column is a generation that continues with all groups of the generation before,
+after a vote on each group.
+
+Ranks are processes of this machine that make Megatron's groups with gloo, form the
+groups over a store in a file, and do nothing else. A communicator of NCCL costs more,
+so its gain is larger. That gain was not measured, for lack of a GPU.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def main() -> int:
 
 
 def _row(num_ranks: int, generations: int) -> str:
-    """Return the line of the table for a number of ranks."""
+    """Return the table's line for a number of ranks."""
     before, after = (
         _measure(num_ranks, generations, shares=shares, are_idle=False)
         for shares in (False, True)
@@ -103,11 +103,18 @@ def _row(num_ranks: int, generations: int) -> str:
 def _measure(
     num_ranks: int, generations: int, *, shares: bool, are_idle: bool
 ) -> tuple[int, float]:
-    """Return the most inner groups of any rank, and the median over generations of the
-    slowest rank's seconds.
+    """Form the groups of all ranks in each of some generations.
 
-    With `are_idle`, all groups go on as a generation ends, so that the first generation
-    forms them and is left out.
+    Args:
+        num_ranks: The ranks.
+        generations: The generations.
+        shares: Whether groups with the same members share an inner group.
+        are_idle: Whether all groups continue as a generation ends. The first generation
+            then forms the groups, and is left out.
+
+    Returns:
+        The most inner groups of any rank, and the median over generations of the
+        slowest rank's seconds.
     """
     forks = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
@@ -174,7 +181,7 @@ def _be_rank(
         _meet(store, f"end of {generation}", size)
         if not are_idle:
             for inner in groups.inners.values():
-                # as after an operation that a lost rank has left unfinished
+                # as after an operation that a lost rank left unfinished
                 inner.is_broken = True
         groups.leave()
     sender.send((count, seconds))

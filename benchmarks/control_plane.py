@@ -1,26 +1,25 @@
-"""How long ranks take to enter a generation, and how many bytes each receives for it,
-without a model.
+"""Seconds and bytes with which ranks enter a generation, without a model.
 
     python benchmarks/control_plane.py [--ranks 64 256 1024] [--model deepseek_671b]
     python benchmarks/control_plane.py --only-plan --ranks 4 32 128 1024 4096 16384
 
 Ranks are threads of this process with the real protocol (`Membership`, over torch's
-HashStore), profiles (`share_profiles`) and reports; only process groups are not formed.
-A row a number of ranks:
+HashStore), profiles (`share_profiles`) and reports. Only process groups are not formed.
+Each number of ranks has a row. Bytes are bytes that one rank receives or keeps:
 
-    join    from the first rank's arrival to the last one's go: operations in the store,
-            and bytes of keys and values
+    join    from the arrival of the first rank to the go for the last rank: operations
+            in the store, and bytes of keys and values
     table   operators of the own stage, gathered from its 64 ranks
     agree   profiles of all stages: bytes of reductions, as a ring receives them
-    report  what each rank's memory has, gathered from all, as torch's all_gather_object
-            receives it
+    report  contents of each rank's memory, gathered from all ranks, as torch's
+            all_gather_object receives them
     plan    one rank's choice of a window from these profiles, in seconds of CPU: at
             first, and after a fault
-    tables  what a rank keeps: the operators of the own stage, profiles of all stages,
-            and bytes of windows
+    tables  contents that a rank keeps: the operators of the own stage, profiles of all
+            stages, and bytes of windows
 
-All threads share the interpreter, so seconds are those of all ranks' work one after the
-other; `ms a rank` is what a process of its own computes for it.
+All threads share the interpreter, so seconds are the seconds of all ranks' work one
+after the other. `ms a rank` is the computing time of one rank in a process of its own.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ JOIN_S = 300.0
 
 
 class SharedGroup:
-    """Collectives of threads: contributions are added up once, in place."""
+    """Collectives of threads. The contributions are reduced once, in place."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -93,7 +92,10 @@ class SharedGroup:
 
 
 class CountedRanks:
-    """The part of `Ranks` that `share_profiles` uses."""
+    """The part of `Ranks` that `share_profiles` uses.
+
+    Counts the bytes that a rank of a ring receives.
+    """
 
     def __init__(self, rank: int, group: SharedGroup, traffic: Traffic) -> None:
         self.rank, self.size = rank, group.size
@@ -120,18 +122,34 @@ class NoGroups:
 
 @dataclass(frozen=True)
 class Row:
-    """The cost of entering at one number of ranks: seconds of all, operations and bytes
-    of the rank with the most.
+    """The cost of entering a generation at one number of ranks.
+
+    Operations and bytes are those of the rank with the most.
     """
 
     ranks: int
+    """Number of ranks."""
+
     join_s: float
+    """Time in which all ranks join, in seconds."""
+
     join_operations: int
+    """Operations in the store to join."""
+
     join_bytes: int
+    """Bytes of keys and values in these operations."""
+
     agree_s: float
+    """Time in which all ranks share their profiles, in seconds."""
+
     agree_bytes: int
+    """Bytes of reductions to share the profiles."""
+
     table_bytes: int
+    """Bytes of the own stage's operators, gathered from its ranks."""
+
     report_bytes: int
+    """Bytes of reports, gathered from all ranks."""
 
     @property
     def total_bytes(self) -> int:
@@ -188,12 +206,14 @@ def print_costs_of_entering(numbers_of_ranks: Sequence[int], model: str) -> None
 def plan(
     profiles: Sequence[StageProfile], earlier: SparseWindows | None
 ) -> tuple[float, SparseWindows, int]:
-    """Return the seconds of CPU in which a rank chooses a window, its policy, and the
-    slots of the window.
+    """Let a rank choose a window.
 
     Args:
-        profiles: All stages.
+        profiles: The profiles of all stages.
         earlier: The policy of the generation before a fault.
+
+    Returns:
+        The seconds of CPU, the rank's policy, and the slots of the window.
     """
     config = compose_settings(["ckpt=moevement"]).ckpt
     assert isinstance(config, MoevementConfig)
@@ -210,8 +230,9 @@ def plan(
 
 
 def shared_by_stages(profiles: Sequence[StageProfile]) -> SharedProfiles:
-    """Return the profiles as a rank has them after the exchange, in which one rank a
-    stage takes part.
+    """Return the profiles as a rank has them after the exchange.
+
+    One rank of each stage takes part in this exchange.
     """
     everyone, found = SharedGroup(len(profiles)), dict[int, SharedProfiles]()
 
@@ -226,8 +247,9 @@ def shared_by_stages(profiles: Sequence[StageProfile]) -> SharedProfiles:
 
 
 def kept_bytes(*values: object) -> int:
-    """Return the bytes of objects and of all that they keep alive; code and what
-    modules have count for nothing.
+    """Return the bytes of objects and of all objects that they keep alive.
+
+    Code and the contents of modules do not count.
     """
     seen, total, rest = set[int](), 0, list(values)
     while rest:
@@ -236,7 +258,7 @@ def kept_bytes(*values: object) -> int:
         if is_code or id(each) in seen:
             continue
         seen.add(id(each))
-        # of an array: with its numbers, if they are its own
+        # the size of an array includes its numbers, unless the array is a view
         total += sys.getsizeof(each)
         rest += gc.get_referents(each)
         if isinstance(each, np.ndarray) and each.base is not None:
@@ -245,7 +267,7 @@ def kept_bytes(*values: object) -> int:
 
 
 def measure(num_ranks: int, model: str) -> Row:
-    """Return what it takes `num_ranks` threads to enter a generation."""
+    """Return the cost with which `num_ranks` threads enter a generation."""
     profiles = profiles_of(model, num_ranks)
     join_s, joining = _join(num_ranks)
     agree_s, agreeing = _agree(num_ranks, profiles)
@@ -265,8 +287,10 @@ def measure(num_ranks: int, model: str) -> Row:
 
 @functools.cache
 def profiles_of(model: str, num_ranks: int) -> list[StageProfile]:
-    """Return the profiles of a job of so many ranks, 64 a stage in up to 16 stages, or
-    fewer in 2 stages.
+    """Return the profiles of a job of so many ranks.
+
+    The job has 64 ranks per stage in up to 16 stages. A larger job has more ranks per
+    stage, and a smaller job has fewer ranks in 2 stages.
     """
     ranks_a_stage = min(
         max(LEAST_RANKS_A_STAGE, num_ranks // MOST_STAGES), num_ranks // LEAST_STAGES
@@ -287,11 +311,11 @@ def profiles_of(model: str, num_ranks: int) -> list[StageProfile]:
 
 
 def _of_all_ranks(table: OperatorTable, ranks_a_stage: int) -> OperatorTable:
-    """Return the table as a sharded optimizer has it: ranks with the same operators own
-    a piece each of all of them.
+    """Return a table as a sharded optimizer has the table.
 
-    The simulator has a row for each expert-parallel rank, with an even share of every
-    operator.
+    Ranks with the same operators own one piece each of all these operators. The
+    simulator's table has a row for each expert-parallel rank, with an even share of
+    every operator.
     """
     replicas = ranks_a_stage // len(table.full_bytes)
     compute = np.concatenate([_pieces(row, replicas) for row in table.compute_bytes])
@@ -304,8 +328,9 @@ def _of_all_ranks(table: OperatorTable, ranks_a_stage: int) -> OperatorTable:
 
 
 def _own_bytes(table: OperatorTable) -> int:
-    """Return the bytes of the description of its operators that the rank with the most
-    sends to its stage.
+    """Return the bytes in which a rank describes its operators to its stage.
+
+    Of the rank with the most bytes.
     """
     assert table.moment_bytes is not None
     kinds = np.stack(
@@ -320,8 +345,14 @@ def _own_bytes(table: OperatorTable) -> int:
 
 
 def _pieces(row: IntArray, count: int) -> IntArray:
-    """Return what each of `count` ranks owns of operators of so many bytes in a row:
-    the bounds of equal pieces cut.
+    """Split operators that lie in a row into equal pieces, one for each rank.
+
+    Args:
+        row: A rank's even share of each operator, in bytes.
+        count: The ranks that share the operators.
+
+    Returns:
+        Bytes of each operator that each rank owns, [ranks][operators].
     """
     ends = count * np.cumsum(row)
     bounds = ends[-1] // count * np.arange(count + 1)
@@ -405,8 +436,9 @@ def _place(stage: int, num_stages: int, ranks: Ranks, stage_ranks: Ranks) -> Sta
 
 
 def _report(num_ranks: int) -> tuple[object, ...]:
-    """Return what a survey gathers from a rank: its standing, its progress, keys that
-    it holds, gradients.
+    """Return a report of a rank, as a survey gathers the reports.
+
+    A report has the rank's standing, progress, held keys, and gradients.
     """
     return (1, None, False, False), False, {num_ranks - 1: frozenset[str]()}, {}
 
@@ -425,7 +457,7 @@ def _measured(profile: StageProfile) -> Measured:
 
 
 def _run(num_ranks: int, act: Callable[[int], object]) -> float:
-    """Return the seconds in which so many threads have each done something."""
+    """Run an action in one thread per rank, and return the seconds of all threads."""
     threads = [
         threading.Thread(target=act, args=(rank,), daemon=True)
         for rank in range(num_ranks)

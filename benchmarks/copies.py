@@ -1,12 +1,12 @@
-"""How fast copies reach a peer's memory, beside a plain send of the same bytes between
-the same two processes.
+"""Speed of copies to a peer's memory, beside a plain send of the same bytes.
 
     torchrun --nproc-per-node=2 benchmarks/copies.py [--mib 83] [--rounds 10]
         [--interface NAME]
 
 In turn rank 0 sends a tensor to rank 1 with `torch.distributed` (gloo), and copies a
-blob of the same size with a replicator to rank 1's copy server: checksums, framing and
-a file in shared memory included. Nothing else runs. The ratio is what counts.
+blob of the same size with a replicator to rank 1's copy server. A copy includes
+checksums, framing and a file in shared memory. Both run between the same two processes,
+and nothing else runs. The ratio is the number that counts.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def _send(payload: torch.Tensor) -> float:
-    """Return the seconds until rank 1 has all of it."""
+    """Return the seconds until rank 1 has the whole tensor."""
     dist.barrier()
     since_s = time.monotonic()
     if dist.get_rank() == 0:

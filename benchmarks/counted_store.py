@@ -1,4 +1,4 @@
-"""A client of the job's store whose requests are counted."""
+"""A client of the job's store that counts requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 @dataclass
 class Traffic:
-    """The requests of one rank, and the bytes that pass in them."""
+    """Requests of one rank, and the bytes in these requests."""
 
     operations: int = 0
     """Requests so far."""
@@ -21,11 +21,11 @@ class Traffic:
 
 
 class CountedStore(dist.Store):
-    """torch's store as one rank sees it.
+    """torch's store as one rank sees the store.
 
     Args:
         store: The client that answers.
-        traffic: What passes is added here.
+        traffic: Requests and bytes are added to these counts.
     """
 
     def __init__(self, store: dist.Store, traffic: Traffic) -> None:
@@ -33,7 +33,7 @@ class CountedStore(dist.Store):
         self._store, self._traffic = store, traffic
 
     def ask(self, request: str, /, *arguments: Any) -> Any:
-        """Send one request."""
+        """Send one request, count the request, and return the answer."""
         answer = getattr(self._store, request)(*arguments)
         self._traffic.operations += 1
         self._traffic.nbytes += sum(

@@ -1,16 +1,15 @@
-"""A flame graph of the training thread of rank 0, and the share of its time that the
-library's hooks take.
+"""A flame graph of rank 0's training thread, and the share of the library's hooks.
 
     python benchmarks/flame.py [--seconds 60] [--py-spy PATH]
         [--write benchmarks/README.md] [OVERRIDES]
 
-Unless overridden: model=small, 4 ranks, ckpt=moevement with ckpt.window=12, each
-iteration a slot, and no copies on peers. py-spy (`pip install py-spy`; it needs the
-right to trace a process) samples the stacks of a running worker from outside. Shares
-are of samples, so they hold where iterations are slow, too; threads beside the training
-thread are left out, and so are frames of torch.nn that only call the next one.
-`--write` puts the shares between the marks of a page and the graph beside it, as
-flame.svg.
+Unless overridden: model=small, 4 ranks, ckpt=moevement with ckpt.window=12, so that
+each iteration has a slot, and no copies on peers. py-spy (`pip install py-spy`; needs
+the right to trace a process) samples the stacks of a running worker from outside.
+Shares are shares of samples, so they hold for slow iterations, too. Threads beside the
+training thread are left out, and so are frames of torch.nn that only call the next
+frame. `--write` puts the shares between the marks of a page, and the graph beside the
+page as flame.svg.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ RATE_HZ = 50
 _ROOT_FRAME = "GenerationLoop.run (moe_ckpt/engine/worker_loop.py"
 _PASSES_ON = ("torch/nn/modules/module.py", "torch/utils/_contextlib.py")
 _HOOKS = ("iteration_started", "gradients_ready", "update_applied", "step_committed")
-# pixels; a share below which a frame is not drawn
+# pixels; last, the share of samples below which a frame is not drawn
 _WIDTH, _HEIGHT, _ROW, _SMALLEST = 1200.0, 13.0, 14.0, 0.004
 
 Stack = tuple[str, ...]
@@ -55,17 +54,22 @@ Stack = tuple[str, ...]
 
 @dataclass
 class Frame:
-    """A function with the samples in it and in the functions that it called, by name of
-    the called.
-    """
+    """A function in the tree of calls."""
 
     samples: int = 0
+    """Samples in the function and in the functions that the function called."""
+
     called: dict[str, Frame] = field(default_factory=dict)
+    """Functions that the function called, by name."""
 
 
 def read_stacks(raw: str) -> Counter[Stack]:
-    """Return the stacks of the training thread in py-spy's raw output, from the loop's
-    function inwards.
+    """Return the stacks of the training thread, with the number of samples.
+
+    A stack begins with the loop's function; a called function follows its caller.
+
+    Args:
+        raw: py-spy's raw output.
     """
     stacks: Counter[Stack] = Counter()
     for line in raw.splitlines():
@@ -89,7 +93,7 @@ def read_stacks(raw: str) -> Counter[Stack]:
 
 
 def tree_of(stacks: Counter[Stack]) -> Frame:
-    """Return the stacks as a tree."""
+    """Return the stacks as a tree of calls."""
     root = Frame()
     for stack, count in stacks.items():
         frame = root
@@ -101,8 +105,11 @@ def tree_of(stacks: Counter[Stack]) -> Frame:
 
 
 def share_of(stacks: Counter[Stack], function: str) -> float:
-    """Return the share of samples with a function of this qualified name anywhere in
-    the stack.
+    """Return the share of samples with a function anywhere in the stack.
+
+    Args:
+        stacks: The stacks, with the number of samples.
+        function: The qualified name of the function.
     """
     within = sum(
         count
@@ -113,8 +120,9 @@ def share_of(stacks: Counter[Stack], function: str) -> float:
 
 
 def draw(root: Frame) -> str:
-    """Return the tree as SVG: a row for each depth, callers above, as wide as their
-    share of the samples.
+    """Return the tree as SVG.
+
+    Each depth has a row, callers above. A frame is as wide as its share of the samples.
     """
     boxes = list(_boxes(root, 0, 0.0, root.samples))
     height = _ROW * (1 + max(depth for depth, *_ in boxes))
@@ -171,8 +179,15 @@ def lines(stacks: Counter[Stack]) -> list[str]:
 
 
 def sample(folder: Path, arguments: Sequence[str], py_spy: str, seconds: int) -> str:
-    """Train, and return py-spy's raw output on rank 0's worker, after the first
-    iterations.
+    """Train, and return py-spy's raw output on rank 0's worker.
+
+    Sampling begins after the first iterations.
+
+    Args:
+        folder: The folder for the run and for py-spy's output.
+        arguments: Settings of the launcher.
+        py_spy: The program.
+        seconds: The duration of the sampling.
     """
     job = Job(folder / "run", ["launcher/train.py", *arguments])
     raw = folder / "raw"

@@ -1,10 +1,10 @@
-"""Number formats of training state: loss curves, and bytes of snapshots beside the
-formulas and the paper's.
+"""Number formats of training state: loss curves, and bytes of snapshots.
 
     python benchmarks/formats.py [--to docs] [--runs DIR]
         [OVERRIDES]      # model=tiny, 4 ranks, six runs
 
-Writes formats.svg and formats.md. Runs that are finished in DIR are not run again.
+Compares the bytes with the formulas and with the paper's numbers. Writes formats.svg
+and formats.md. Runs that are finished in DIR are not run again.
 """
 
 from __future__ import annotations
@@ -149,8 +149,13 @@ def main() -> int:
 def write(
     folder: Path, runs: Mapping[str, Path], iterations: int, command: str
 ) -> None:
-    """Write the page and the figure about finished runs, by the name of their
-    `precision`.
+    """Write the page and the figure about finished runs.
+
+    Args:
+        folder: The folder of the page and the figure.
+        runs: The run folders, by the name of `precision`.
+        iterations: The iterations of each run.
+        command: The command, for the page.
     """
     curves = {name: evaluations(path) for name, path in runs.items()}
     lines = [
@@ -216,18 +221,17 @@ def _snapshots(run: Path) -> Iterator[SnapshotTaken]:
 
 
 def whole_bytes(run: Path) -> int:
-    """Return the bytes of the first snapshot of all ranks, which has the whole
-    state.
+    """Return the bytes of the first snapshot of all ranks.
+
+    The first snapshot has the whole state.
     """
     return sum(event.size_bytes for event in _snapshots(run) if event.iteration == 0)
 
 
 def fp8_share(model: ModelConfig) -> float:
-    """Return the share of parameters that are weights of the decoder's linear
-    layers.
-    """
+    """Return the share of the decoder's linear weights among all parameters."""
     counts = list(operator_parameters(model, _BYTE_TOKENS))
-    norms = 2 * model.hidden_size  # of a block, RMSNorm
+    norms = 2 * model.hidden_size  # RMSNorm weights of a block
     blocks = sum(
         count - norms
         for operator, count in counts
@@ -240,15 +244,26 @@ def fp8_share(model: ModelConfig) -> float:
 
 
 def window_by_formula(stored: StateFormat, full_bytes: float) -> float:
-    """Return the bytes a parameter of a window with operators of one size."""
+    """Return the bytes per parameter of a window with operators of one size.
+
+    Args:
+        stored: The format.
+        full_bytes: The bytes per parameter of an operator in full.
+    """
     return full_bytes + stored.compute_bytes * (WINDOW - 1) / 2
 
 
 def mean_bytes(
     stored: StateFormat, share: float, bytes_of: Callable[[StateFormat], float]
 ) -> float:
-    """Return the mean bytes over parameters that compute in the format, and those that
-    stay in 16 bits beside FP8.
+    """Return the mean bytes per parameter.
+
+    Beside FP8, some parameters stay in 16 bits.
+
+    Args:
+        stored: The format.
+        share: The share of parameters that compute in the format.
+        bytes_of: Returns the bytes per parameter of a format.
     """
     other = replace(stored, compute="bf16") if stored.compute == "fp8" else stored
     return share * bytes_of(stored) + (1 - share) * bytes_of(other)

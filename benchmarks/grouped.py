@@ -1,12 +1,12 @@
-"""The price of frozen experts in a grouped layer: weight gradients that a replay
-computes and drops.
+"""The price of frozen experts in a grouped layer: weight gradients that nothing uses.
 
-    python benchmarks/grouped.py      # processor seconds of a layer's forward and
-                                      backward pass, in this process
+    python benchmarks/grouped.py
 
-Transformer Engine's `GroupedLinear` asks its first weight alone whether weight
-gradients are computed (2.9 to 2.18), so experts of one layer skip theirs all together
-or not at all. Experts in modules of their own skip them one by one.
+Prints the processor seconds of a layer's forward and backward pass in this process. A
+replay computes weight gradients of frozen experts, and drops the gradients. Transformer
+Engine's `GroupedLinear` asks its first weight alone whether weight gradients are
+computed (2.9 to 2.18). So experts of one layer skip weight gradients all together or
+not at all. Experts in modules of their own skip weight gradients one by one.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ def main() -> int:
 
 
 def rows() -> Sequence[str]:
-    """Return the rows of a table: experts that are frozen, seconds if they skip
-    gradients one by one, and if not.
+    """Return the rows of a table.
+
+    A row has the number of frozen experts, the seconds if experts skip gradients one by
+    one, the seconds otherwise, and the price.
     """
     torch.set_num_threads(1)
     layers = [_linear(HIDDEN, 2 * FFN), _linear(FFN, HIDDEN)]
@@ -70,12 +72,15 @@ def _linear(input_size: int, output_size: int) -> GroupedLinear:
 
 
 def _compared(layers: Sequence[GroupedLinear], frozen: int) -> tuple[float, float]:
-    """Return the median processor seconds of passes with all weight gradients, and
-    without those of frozen experts.
+    """Compare passes of the layers.
+
+    Returns:
+        Median processor seconds with all weight gradients, and without the weight
+        gradients of frozen experts.
     """
     measured: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(_REPEATS):
-        # in turn: both see the same machine
+        # in turn, so that both meet the same speed of the machine
         for is_grouped, seconds in measured.items():
             for layer in layers:
                 for index, weight in enumerate(layer.weights):

@@ -1,11 +1,11 @@
-"""The price of a handle: CPU of an operation through it, beside torch's own group.
+"""The price of a handle: CPU time of an operation, beside torch's own group.
 
     python benchmarks/handles.py [--rounds 200] [--operations 20] [--write]
 
 Two ranks of this machine run the same operation by turns on torch's own group and on a
-handle, in one run, and count the CPU of Python's threads in a rank. On gloo the tensors
-are small. The path of a device has a stand-in for NCCL: operations are complete at
-once, there is no GPU, so the difference is the Python of the handle alone.
+handle, in one run. Each rank counts the CPU time of its Python threads. On gloo the
+tensors are small. The path of a device has a stand-in for NCCL without a GPU, whose
+operations are complete at once. So the difference is the Python of the handle alone.
 """
 
 from __future__ import annotations
@@ -111,18 +111,18 @@ ON_DEVICE: dict[str, Operation] = {
 }
 
 
-# A device that is done at once.
+# A device whose operations are complete at once.
 
 
 class DoneAtOnce(dist.Work):
-    """An operation that a stream waits for."""
+    """An operation that a stream waits for: `wait` returns at once."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - torch's
         return True
 
 
 class GroupAtOnce(dist.ProcessGroup):
-    """A group that answers as NCCL's: a synchronous operation returns no Work."""
+    """A group like NCCL's: a synchronous operation returns no Work."""
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -132,7 +132,7 @@ class GroupAtOnce(dist.ProcessGroup):
         return _AT_ONCE
 
     def begin(self, *arguments: Any, **options: Any) -> dist.Work | None:
-        """Begin an operation, whose options are the last argument."""
+        """Begin an operation. The options of the operation are the last argument."""
         last = (*arguments, *options.values())[-1]
         return DoneAtOnce() if last.asyncOp else None
 
@@ -142,14 +142,14 @@ for _name in OPERATIONS:
 
 
 class ReachedPoint:
-    """A point that the device has reached."""
+    """A point that the device has already reached."""
 
     def query(self) -> bool:
         return True
 
 
 class TransportAtOnce(GlooBackend):
-    """The seam of a device, as `NcclBackend` fills it, without CUDA."""
+    """The interface to a device as `NcclBackend` implements it, without CUDA."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ def main() -> int:
 
 
 def _row(path: str, name: str, turns: Sequence[tuple[float, float]]) -> str:
-    """Return the line of the table for an operation's pairs of microseconds."""
+    """Return the table's line for an operation, from pairs of microseconds."""
     own = statistics.median(own for own, _ in turns)
     handle = statistics.median(handle for _, handle in turns)
     differences = [handle - own for own, handle in turns]
@@ -213,7 +213,11 @@ def _row(path: str, name: str, turns: Sequence[tuple[float, float]]) -> str:
 def _measure(
     run_rank: Callable[..., None], rounds: int, operations: int
 ) -> list[tuple[str, list[tuple[float, float]]]]:
-    """Return, by operation, rank 0's pairs: torch's own group, and the handle."""
+    """Run two ranks, and return rank 0's measurements.
+
+    Returns:
+        By operation, pairs of microseconds: on torch's own group, and on the handle.
+    """
     forks = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         receiver, sender = forks.Pipe(duplex=False)
@@ -240,7 +244,8 @@ def _use_device(rank: int, folder: str, *arguments: Any) -> None:
 
 
 def _create_at_once(options: Any, _: Any) -> GroupAtOnce:
-    return GroupAtOnce(options.group_rank, options.group_size)  # pyright: ignore[reportCallIssue] - stubs
+    # torch's stubs lack the arguments
+    return GroupAtOnce(options.group_rank, options.group_size)  # pyright: ignore[reportCallIssue]
 
 
 def _compare(
@@ -253,12 +258,15 @@ def _compare(
     count: int,
     sender: Any,
 ) -> None:
-    """Be a rank: run each operation by turns on torch's own group and on a handle."""
+    """Run one rank: each operation by turns on torch's own group and on a handle.
+
+    Rank 0 sends the measurements.
+    """
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
     torch.set_num_threads(1)
-    # newer releases have other names for operations that older ones know by these
+    # newer releases of torch rename operations; older releases lack the new names
     warnings.simplefilter("ignore", FutureWarning)
-    # as a worker's: each operation writes its two times of waiting into the page
+    # as in a worker: each operation records begin and end of its wait in the page
     page = StatusPage(Path(folder) / f"page{rank}")
     page.reset()
     timeouts = GroupTimeouts(form_s=_LIMIT_S, operation_s=_LIMIT_S, abort_s=_LIMIT_S)
@@ -282,7 +290,7 @@ def _compare(
 
 
 def _cpu_us(run: Operation, group: Any, count: int) -> float:
-    """Return the microseconds of CPU that one of `count` operations took."""
+    """Return the CPU time of one of `count` operations, in microseconds."""
     begun_s = _python_s()
     for _ in range(count):
         run(group)
@@ -290,8 +298,9 @@ def _cpu_us(run: Operation, group: Any, count: int) -> float:
 
 
 def _python_s() -> float:
-    """Return the seconds of CPU of all threads of Python: gloo's own do the same for
-    both groups.
+    """Return the CPU time of all Python threads, in seconds.
+
+    gloo's own threads do not count: their work is the same for both groups.
     """
     clocks = [
         time.pthread_getcpuclockid(thread.ident or 0)

@@ -1,18 +1,18 @@
-"""CPU time of an iteration by process and thread, of policies beside a job without
-hooks.
+"""CPU time of an iteration by process and thread, beside a job without hooks.
 
     python benchmarks/iteration_cpu.py [--policy CKPT[,SETTING=VALUE...]] [OVERRIDES]
 
 Unless overridden: model=small, 4 ranks, `moevement,ckpt.window=4`. Jobs take turns, all
-but one stopped (benchmarks/turns.py). `supervised` has the supervisors, daemons and
-process groups of the first policy, and no hook of the training loop
-(benchmarks/without_hooks.py). In each block the kernel's counters of all threads
-(/proc/PID/task/TID/schedstat) are read twice. Iterations between both readings are
-counted by their commits, with fractions. A row a kind of thread: milliseconds of CPU a
-rank and iteration, means over rounds with 95 % intervals, and what a policy adds.
+but one stopped (benchmarks/turns.py). The job `supervised` has the supervisors, daemons
+and process groups of the first policy, and no hook of the training loop
+(benchmarks/without_hooks.py). In each block the benchmark reads the kernel's counters
+of all threads (/proc/PID/task/TID/schedstat) twice. Iterations between both readings
+are counted by their commits, with fractions. Each kind of thread has a row: CPU
+milliseconds per rank and iteration, means over rounds with 95 % intervals, and the
+milliseconds that a policy adds.
 
-CPU time is of use on a busy machine, too: waits for a core do not count. Names of
-threads are those of benchmarks/thread_names.py, whose own thread is left out.
+CPU time is meaningful on a busy machine, too: waits for a core do not count. The names
+of threads come from benchmarks/thread_names.py, whose own thread is left out.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from moe_ckpt.linux import children_of, descendants_of  # noqa: E402
 ALL = "all"
 _NAMES = "benchmarks/thread_names.py"
 _POLICY = "moevement,ckpt.window=4"
-_LEAST_MS = 0.05  # rows below it are in `all` only
+_LEAST_MS = 0.05  # a kind of thread below this time is in `all` only
 _POLL_S = 0.05
 
 Thread = tuple[int, int]
@@ -64,13 +64,13 @@ class Reading:
     """The CPU time of all threads of a job at one moment."""
 
     unix_s: float
-    """The moment, in seconds since the epoch."""
+    """Time of the reading, in seconds since the epoch."""
 
     cpu_ns: Mapping[Thread, int]
-    """Nanoseconds that each thread has run since its start."""
+    """CPU time of each thread since its start, in nanoseconds."""
 
     kinds: Mapping[Thread, str]
-    """The kind of each thread, by process and name."""
+    """Kind of each thread, by process and name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class Mean:
     """A mean over rounds with its 95 % interval."""
 
     mean: float
-    """The mean, in milliseconds."""
+    """Mean, in milliseconds."""
 
     half: float
     """Half of the interval, in milliseconds; infinite after one round."""
@@ -88,8 +88,7 @@ class Mean:
 
 
 def kind_of(process: str, name: str, *, is_main: bool) -> str:
-    """Return the kind of a thread: the process, and the name of the thread without
-    numbers.
+    """Return the kind of a thread: the process, and the thread's name without numbers.
 
     Args:
         process: `worker`, `daemon` or `supervisor`.
@@ -104,10 +103,10 @@ def kind_of(process: str, name: str, *, is_main: bool) -> str:
 
 
 def read_threads(processes: Mapping[int, str]) -> Reading:
-    """Read the counters of all threads of these processes.
+    """Read the counters of all threads of some processes.
 
     Args:
-        processes: What each process is, by pid.
+        processes: `worker`, `daemon` or `supervisor`, by pid.
     """
     cpu_ns: dict[Thread, int] = {}
     kinds: dict[Thread, str] = {}
@@ -126,15 +125,15 @@ def read_threads(processes: Mapping[int, str]) -> Reading:
 def ms_by_kind(
     before: Reading, after: Reading, commits_unix_s: Sequence[float], num_ranks: int
 ) -> dict[str, float]:
-    """Return milliseconds of CPU a rank and iteration by kind of thread, and of `all`.
+    """Return CPU milliseconds per rank and iteration, by kind of thread and for `all`.
 
     Args:
         before: The first reading.
-        after: The second reading. A thread that has begun between both readings counts
-            from the thread's start; a thread that has ended does not count.
-        commits_unix_s: When iterations were committed, from before the first reading to
-            after the second one.
-        num_ranks: Ranks of the job.
+        after: The second reading. A thread that began between both readings counts from
+            its start; a thread that ended does not count.
+        commits_unix_s: Times of commits, from before the first reading to after the
+            second one, in seconds since the epoch.
+        num_ranks: The ranks of the job.
 
     Raises:
         ValueError: The readings do not lie between commits.
@@ -154,7 +153,7 @@ def ms_by_kind(
 
 
 def mean_of(values: Sequence[float]) -> Mean:
-    """Return the mean of a value a round, with its interval."""
+    """Return the mean of one value per round, with its interval."""
     return Mean(mean=statistics.fmean(values), half=half_interval(values))
 
 
@@ -162,8 +161,8 @@ def lines(found: Mapping[str, Sequence[Mapping[str, float]]]) -> list[str]:
     """Return the measurements as a table.
 
     Args:
-        found: Milliseconds by kind of thread, of each round, by job; `supervised`
-            first.
+        found: CPU milliseconds by kind of thread, for each round of each job;
+            `supervised` is the first job.
     """
     jobs = list(found)
     policies = jobs[1:]
@@ -183,7 +182,7 @@ def lines(found: Mapping[str, Sequence[Mapping[str, float]]]) -> list[str]:
 
 
 def _kinds(found: Mapping[str, Sequence[Mapping[str, float]]]) -> Sequence[str]:
-    """Return the kinds of threads of all jobs, those with the most time first."""
+    """Return the kinds of threads of all jobs, most CPU time first."""
     most: dict[str, float] = defaultdict(float)
     for rounds in found.values():
         for kinds in rounds:
@@ -200,8 +199,9 @@ def _threads_of(pid: int) -> Iterable[Path]:
 
 
 def _processes_of(job: Job) -> dict[int, str]:
-    """Return the processes of a job without torchrun, which has no part in an
-    iteration.
+    """Return the kind of each process of a job, by pid.
+
+    torchrun is left out, because torchrun has no part in an iteration.
     """
     supervisors = set(children_of(job.agent_pid))
     workers = {worker.pid for worker in read_live(job.folder)}
@@ -213,11 +213,13 @@ def _processes_of(job: Job) -> dict[int, str]:
 
 
 def _measure_block(job: Job, num_iterations: int) -> dict[str, float]:
-    """Let a job, which is stopped before and afterwards, train for so many
-    iterations.
+    """Let a stopped job train for so many iterations, and stop the job again.
+
+    Returns:
+        CPU milliseconds per rank and iteration, by kind of thread.
     """
     job.go_on()
-    _wait_for_commits(job, 1)  # the iteration in which the job was stopped
+    _wait_for_commits(job, 1)  # of the iteration in which the job was stopped
     before = read_threads(_processes_of(job))
     _wait_for_commits(job, num_iterations)
     after = read_threads(_processes_of(job))

@@ -1,5 +1,6 @@
-"""A part of a page that a benchmark writes, between two marks; what stands around it
-stays.
+"""The part of a page between two marks, which a benchmark writes.
+
+The text around the marks stays.
 """
 
 from __future__ import annotations
@@ -10,8 +11,14 @@ from pathlib import Path
 
 
 def rewrite(path: Path, marks: tuple[str, str], change: Callable[[str], str]) -> None:
-    """Put what `change` makes of the text between the marks in its place. Ends the
-    program where they are not there.
+    """Replace the text between two marks of a page.
+
+    Ends the program if the page lacks the marks.
+
+    Args:
+        path: The page.
+        marks: The mark before the text, and the mark after the text.
+        change: Returns the new text, given the text between the marks.
     """
     before, _, rest = path.read_text().partition(marks[0])
     found, end, after = rest.partition(marks[1])

@@ -1,34 +1,36 @@
-"""The price of a checkpoint policy while nothing fails: whole runs in interleaved
-order, with intervals.
+"""The price of a checkpoint policy without faults, by whole runs in interleaved order.
 
     python benchmarks/overhead.py [--rounds 8] [--iterations 52] [--skip 12]
-        [--within 0.02] [--json FILE]
-                                  [--variant NAME=OVERRIDE,...] [OVERRIDES]
+        [--within 0.02] [--json FILE] [--variant NAME=OVERRIDE,...] [OVERRIDES]
 
 Unless overridden: model=small, 4 ranks. Each round runs every variant once, from start
-to end, in an order that is turned by one from round to round, so that no variant always
-comes after the same other one. Variants: `plain` (ckpt=none, no supervisor),
-`supervised` (supervisors and replica daemons, hooks that do nothing) and those that are
-given; without any, `policy` (+ckpt=moevement). An iteration's time is the time from one
-commit to the next, on rank 0: all work of checkpointing is in it, wherever it is done.
-Printed for each variant: the geometric mean over rounds of its mean iteration time
-beside that of `plain` and of `supervised`, with 95 % intervals (Student's t of the
-logarithms); the stall; bytes. Rounds end early once all intervals are within
-`--within`. Absolute times mean nothing on a laptop.
+to end. The order is turned by one from round to round, so that no variant always
+follows the same other variant. Variants: `plain` (ckpt=none, no supervisor),
+`supervised` (supervisors and replica daemons, hooks that do nothing) and the given
+variants; without a given variant, `policy` (+ckpt=moevement).
 
-`supervised` is the baseline for the price of a policy. `plain` hides a part of it: with
-gloo each of torch's groups has connections and threads of its own, where handles of the
-same ranks share an inner group (`ElasticGroups(shares=True)`), which saves some 20 ms
-of CPU a rank and iteration on two cores. Plain jobs have no handles, so there is
-nothing in them that could share; and groups of handles in `plain` would make it
-`supervised` without its supervisors. Where 1 % has to be told, jobs take turns; here
-with a slot and its copies in each iteration:
+The time of an iteration is the time from one commit to the next on rank 0. All work of
+checkpointing is in this time, wherever the work is done. Each variant has a row: the
+geometric mean over rounds of the mean iteration time beside `plain` and beside
+`supervised`, with 95 % intervals (Student's t of the logarithms); the stall; bytes.
+Rounds end early once all intervals are within `--within`. Absolute times mean nothing
+on a laptop.
+
+`supervised` is the baseline for the price of a policy. `plain` hides a part of the
+price: with gloo each of torch's groups has connections and threads of its own, while
+handles of the same ranks share an inner group (`ElasticGroups(shares=True)`). Sharing
+saves some 20 ms of CPU per rank and iteration on two cores. Plain jobs have no handles,
+so nothing in a plain job could share. With groups of handles, `plain` would be
+`supervised` without its supervisors.
+
+Where a difference of 1 % matters, let jobs take turns; here with a slot and its copies
+in each iteration:
 
     python scripts/gpu/price.py --cpu --out DIR --beside supervised --ranks 4 \\
         --rounds 30 model=tiny \\
         --policy moevement,ckpt.window=4,parallel.ranks_per_node=1
 
-benchmarks/iteration_cpu.py tells CPU time by thread.
+benchmarks/iteration_cpu.py measures CPU time by thread.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ QUIET = (
     "train.eval_batches=1",
 )
 _MIB = 1 << 20
-# Student's t, 97.5 %, by degrees of freedom from 1; the last one serves for more
+# Student's t, 97.5 %, by degrees of freedom from 1; beyond the end the last counts
 _STUDENT = (
     12.706,
     4.303,
@@ -97,35 +99,66 @@ _STUDENT = (
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Measurements of rank 0 after the iterations that are skipped. Bytes are an
-    iteration's, of this rank.
+    """Measurements of rank 0 after the skipped iterations.
 
-    `server_s`: the work of its slowest checkpoint server for an iteration, with an
-    iteration's time as deadline.
+    Bytes are bytes of this rank; all but `host_bytes` are per iteration.
     """
 
     iteration_s: float
+    """Mean time of an iteration, in seconds."""
+
     stall: float
+    """Share of the iteration time that checkpointing took from training."""
+
     window: int | None
+    """Slots of the last window; None without windows."""
+
     pause_iters: int | None
+    """Iterations without snapshots after that window."""
+
     every_iters: int | None
+    """Iterations from one snapshot to the next; None without intervals."""
+
     memory_bytes: float
+    """Bytes of snapshots and gradients that were copied to host memory."""
+
     peer_bytes: float
+    """Bytes of windows and gradients that a peer or server received."""
+
     disk_bytes: float
+    """Bytes of checkpoints and windows that were written to disk."""
+
     host_bytes: int
+    """Most allocated host memory of the whole run, skipped iterations included."""
+
     server_s: float | None
+    """Mean work of the slowest checkpoint server for an iteration, in seconds.
+
+    None without servers.
+    """
+
     server_deadline_s: float | None
+    """Mean deadline of that work: the time of an iteration, in seconds.
+
+    None without servers.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """A geometric mean over rounds with its 95 % interval; infinitely wide after one
-    round.
+    """A geometric mean over rounds with its 95 % interval.
+
+    The interval is infinitely wide after one round.
     """
 
     mean: float
+    """Geometric mean."""
+
     low: float
+    """Lower end of the interval."""
+
     high: float
+    """Upper end of the interval."""
 
     @property
     def half_width(self) -> float:
@@ -141,8 +174,9 @@ def student(degrees_of_freedom: int) -> float:
 
 
 def half_interval(values: Sequence[float]) -> float:
-    """Return half of the 95 % interval of a mean (Student's t); infinite for one
-    value.
+    """Return half of the 95 % interval of a mean (Student's t).
+
+    Infinite for one value.
     """
     if len(values) < 2:
         return math.inf
@@ -150,8 +184,11 @@ def half_interval(values: Sequence[float]) -> float:
 
 
 def ratio(seconds: Sequence[float], beside: Sequence[float]) -> Ratio:
-    """Return how much longer iterations of one variant take than those of another,
-    round by round.
+    """Return how much longer iterations of one variant take than those of another.
+
+    Args:
+        seconds: Iteration times of the one variant, by round.
+        beside: Iteration times of the other variant, by round.
     """
     logs = [math.log(one / other) for one, other in zip(seconds, beside, strict=True)]
     mean, half = statistics.mean(logs), half_interval(logs)
@@ -161,7 +198,12 @@ def ratio(seconds: Sequence[float], beside: Sequence[float]) -> Ratio:
 
 
 def measure(folder: Path, skip: int) -> Run:
-    """Return what a finished run has measured."""
+    """Return the measurements of a finished run.
+
+    Args:
+        folder: The run folder.
+        skip: The iterations at the start that do not count.
+    """
     logged = list(read_events(folder / "events" / "rank0000.jsonl"))
     commits = [
         (each.t_s, each.event)
@@ -211,7 +253,13 @@ def measure(folder: Path, skip: int) -> Run:
 
 
 def run_once(arguments: Sequence[str], folder: Path, skip: int) -> Run:
-    """Train to the end, and measure. Ends this process where that fails."""
+    """Train to the end, and measure. A failure ends this process.
+
+    Args:
+        arguments: Arguments of torchrun: the script and its settings.
+        folder: The run folder; the log is beside the folder.
+        skip: The iterations at the start that do not count.
+    """
     torchrun = str(Path(sys.executable).with_name("torchrun"))
     command = [
         torchrun,
@@ -239,8 +287,16 @@ def run_once(arguments: Sequence[str], folder: Path, skip: int) -> Run:
 def measure_variants(
     variants: Mapping[str, Sequence[str]], *, rounds: int, within: float, skip: int
 ) -> dict[str, list[Run]]:
-    """Run every variant once a round, until the intervals of all are `within`;
-    `variants` are arguments of torchrun.
+    """Run every variant once per round, until all intervals are narrow enough.
+
+    Args:
+        variants: Arguments of torchrun by name; `plain` must be among the names.
+        rounds: The most rounds.
+        within: Half of an interval beside `plain` that is narrow enough.
+        skip: The iterations at the start of a run that do not count.
+
+    Returns:
+        The measurements of each round, by name.
     """
     runs: dict[str, list[Run]] = {name: [] for name in variants}
     names = list(variants)
@@ -269,7 +325,12 @@ def _ratio_of(runs: dict[str, list[Run]], name: str, beside: str) -> Ratio:
 def variants_of(
     given: dict[str, list[str]], common: Sequence[str]
 ) -> dict[str, Sequence[str]]:
-    """Return torchrun's arguments for each variant, those to compare with first."""
+    """Return torchrun's arguments for each variant, `plain` and `supervised` first.
+
+    Args:
+        given: Overrides of the given variants; `supervised` has those of the first one.
+        common: Overrides of all variants.
+    """
     first = next(iter(given.values()))
     found: dict[str, Sequence[str]] = {
         PLAIN: ["launcher/train.py", "ckpt=none", "runtime.guard=false", *common],

@@ -1,11 +1,11 @@
-"""The price of partial checkpoints: evaluation loss under four faults, lossless and
-lossy policies side by side.
+"""The price of partial checkpoints: evaluation loss under four faults.
 
     python benchmarks/partial.py [--to docs] [--runs DIR]
         [OVERRIDES]      # model=tiny, 4 ranks, fifteen runs
 
-Writes partial.svg and partial.md: what was measured, and whether it bears out what the
-papers claim. Runs that are finished in DIR are not run again, others from the start.
+Lossless and lossy policies stand side by side. Writes partial.svg and partial.md: the
+measurements, and whether the measurements support the claims of the papers. Runs that
+are finished in DIR are not run again; all other runs begin from the start.
 """
 
 from __future__ import annotations
@@ -66,7 +66,10 @@ def main() -> int:
 def run(
     variant: Variant, folder: Path, iterations: int, overrides: Sequence[str]
 ) -> Path:
-    """Train to the end, unless that is done already, and return the run folder."""
+    """Train a variant to the end, and return the run folder.
+
+    A finished run is not run again.
+    """
     arguments = [
         *COMMON,
         f"train.iterations={iterations}",
@@ -81,8 +84,13 @@ def run(
 def write(
     folder: Path, paths: dict[str, Path], iterations: int, arguments: Sequence[str]
 ) -> None:
-    """Write the page and the figure about finished runs, by name; `arguments` are the
-    command's.
+    """Write the page and the figure about finished runs.
+
+    Args:
+        folder: The folder of the page and the figure.
+        paths: The run folders, by name of the run.
+        iterations: The iterations of each run.
+        arguments: The arguments of the command, for the page.
     """
     runs = {name: read_measured(path) for name, path in paths.items()}
     given = Circumstances(

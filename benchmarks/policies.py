@@ -1,13 +1,12 @@
-"""All policies on one machine: what they cost while nothing fails, and what a fault
-costs.
+"""All policies on one machine: the price without faults, and the price of a fault.
 
     python benchmarks/policies.py [--rounds 4] [--kills 3] [--only POLICY]
         [--write benchmarks/README.md] [OVERRIDES]
 
 With model=small on 4 ranks: whole runs of all policies in interleaved order
 (benchmarks/overhead.py), and for each policy one job that loses a random rank again and
-again (benchmarks/recovery.py). `--write` puts rows into the table between the marks in
-a file, and leaves those of policies that were not measured.
+again (benchmarks/recovery.py). `--write` puts rows into the table between the marks of
+a file, and leaves the rows of policies that were not measured.
 """
 
 from __future__ import annotations
@@ -33,17 +32,19 @@ MARKS = ("<!-- policies: written by benchmarks/policies.py -->", "<!-- end -->")
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A policy with its settings; `restarts`: torchrun starts all ranks anew after a
-    fault.
-
-    `training`: settings of the training, which runs without checkpoints are given as
-    well.
-    """
+    """A policy with its settings."""
 
     name: str
+    """Name of the row in the table."""
+
     overrides: tuple[str, ...]
+    """Settings of the policy."""
+
     training: tuple[str, ...] = ()
+    """Settings of the training, which the runs without checkpoints have as well."""
+
     restarts: bool = False
+    """Whether torchrun starts all ranks again after a fault."""
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -150,6 +151,11 @@ def main() -> int:
 def recovery(
     variant: Variant, folder: Path, overrides: list[str], kills: int, seed: int
 ) -> list[Recovered]:
+    """Run a job of a policy that loses a random rank again and again.
+
+    Returns:
+        The recovery from each kill.
+    """
     common = [
         "train.iterations=100000",
         "train.eval_every_iters=0",
@@ -170,8 +176,13 @@ def recovery(
 def row_of(
     name: str, runs: list[Run] | None, plain: list[Run], recovered: list[Recovered]
 ) -> list[str]:
-    """Return a row of the table. `plain`: runs without checkpoints; `runs`: None for
-    the policy that is just that.
+    """Return a row of the table.
+
+    Args:
+        name: The name of the policy.
+        runs: The runs without faults; None: the policy makes no checkpoints.
+        plain: The runs without checkpoints.
+        recovered: The recoveries from kills.
     """
     again = [float(each.repeated_iters) for each in recovered]
     fault = [
@@ -201,9 +212,7 @@ def row_of(
 
 
 def _plain(variant: Variant) -> str:
-    """Return the name of the runs without checkpoints that train as this variant
-    does.
-    """
+    """Return the name of the runs without checkpoints that train like this variant."""
     return ", ".join((PLAIN, *variant.training))
 
 
@@ -220,8 +229,11 @@ def _server_work(runs: list[Run]) -> str:
 
 
 def write(path: Path, row: list[str]) -> None:
-    """Put a row into the table between its marks, in place of the one of the same
-    policy.
+    """Put a row into the table of a page, in place of the row of the same policy.
+
+    Args:
+        path: The page, with `MARKS` around the table.
+        row: The cells; the first cell is the policy's name.
     """
 
     def with_row(table: str) -> str:
@@ -230,7 +242,7 @@ def write(path: Path, row: list[str]) -> None:
         ]
         rows = {line[0]: line for line in [*lines, row]}
         ordered = [rows[variant.name] for variant in VARIANTS if variant.name in rows]
-        # of an earlier table
+        # rows of an earlier table may lack the last columns
         ordered = [[*line, *["-"] * (len(COLUMNS) - len(line))] for line in ordered]
         return "\n".join(
             f"| {' | '.join(line)} |"

@@ -1,17 +1,19 @@
-"""Real runs beside what the simulator says of them: every policy, the same faults, on
-this machine.
+"""Real runs beside the simulator's predictions of these runs.
 
     python benchmarks/predicted.py [-o DIR] [--write docs/simulator.md]
         [OVERRIDES]        # model=small, 4 ranks
 
-Constants are measured in runs of their own (launcher/cluster_profile.py): in another
-run of the same policy, with other settings and other faults. A constant that this run
-did not measure is that of all measured runs. Nothing is taken from the runs that are
-predicted but their settings, where faults hit, and, as the published predictions have
-it from a profile, what an iteration takes. The machine's speed changes from one quarter
-of an hour to the next, so these runs are among the others. With `-o` a folder that has
-runs already, they are only read. One in memory (/dev/shm) is best where a disk's speed
-comes and goes. Takes about half an hour on two quiet cores.
+All policies run under the same faults on this machine. Constants are measured in runs
+of their own (launcher/cluster_profile.py): another run of the same policy, with other
+settings and other faults. A constant that this other run did not measure is the
+constant of all measured runs. From a predicted run a prediction takes the settings, the
+places of the faults, and the time of an iteration; the published predictions have that
+time from a profile. Nothing else is taken from a predicted run.
+
+The machine's speed changes from one quarter of an hour to the next, so both kinds of
+runs alternate. Runs that are already in the folder of `-o` are only read. A folder in
+memory (/dev/shm) is best if the speed of the disk varies. Takes about half an hour on
+two quiet cores.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from launcher.simulator.published_page import OWN_RUNS  # noqa: E402
 from launcher.simulator.real_run import RealRun, facts_of, read_run, recoveries_of  # noqa: E402
 from moe_ckpt.sim.hardware import ClusterConfig  # noqa: E402
 
-RUNS = (  # what is predicted, and what constants are measured in just before
+RUNS = (  # pairs: predicted run, and the run before it that measures constants
     ("none", None),
     ("dense:ckpt.every_iters=5", "dense:ckpt.every_iters=4"),
     ("checkfreq:ckpt.every_iters=5", None),
@@ -124,8 +126,14 @@ def main() -> int:
 
 
 def carry_out(folder: Path, settings: Sequence[str]) -> tuple[list[Path], list[Path]]:
-    """Run all policies, and among them those for the constants; return the run folders
-    of these, and of those.
+    """Run all policies, alternating with the runs that measure constants.
+
+    Args:
+        folder: The folder of all runs.
+        settings: Settings of all runs.
+
+    Returns:
+        The folders of the runs that measure constants, and of the runs to predict.
     """
     measured: list[Path] = []
     predicted: list[Path] = []
@@ -143,7 +151,10 @@ def carry_out(folder: Path, settings: Sequence[str]) -> tuple[list[Path], list[P
 
 
 def run_once(folder: Path, policy: str, settings: Sequence[str]) -> Path:
-    """Run a policy under faults, unless that has been done; return the run folder."""
+    """Run a policy under faults, and return the run folder.
+
+    A finished run is not run again. A failure ends this program.
+    """
     run = folder / f"1-{policy.partition(':')[0]}"
     if not (run / "result.json").exists():
         command = [
@@ -167,7 +178,12 @@ def run_once(folder: Path, policy: str, settings: Sequence[str]) -> Path:
 
 
 def table(runs: Sequence[RealRun], clusters: Sequence[ClusterConfig]) -> Iterator[str]:
-    """Yield the lines of a table, a row for each run."""
+    """Yield the lines of a table, a row for each run.
+
+    Args:
+        runs: The runs to predict, in the order of `RUNS`.
+        clusters: The constants for each run.
+    """
     yield f"| {' | '.join(COLUMNS)} |"
     yield "| --- " * len(COLUMNS) + "|"
     for run, cluster, (policy, _) in zip(runs, clusters, RUNS, strict=True):
@@ -176,7 +192,7 @@ def table(runs: Sequence[RealRun], clusters: Sequence[ClusterConfig]) -> Iterato
 
 
 def row(run: RealRun, cluster: ClusterConfig) -> Iterator[str]:
-    """Yield what is predicted of a run, what is true, and how far that is off."""
+    """Yield the predicted values of a run, the true values and the deviations."""
     truth = facts_of(run.ranks)
     recovered = recoveries_of(run.ranks, truth.iteration_s)
     predicted = predict_run(run, cluster, truth.iteration_s, truth.iterations)
@@ -192,8 +208,11 @@ def row(run: RealRun, cluster: ClusterConfig) -> Iterator[str]:
 
 
 def notes(machine: ClusterConfig, own: Mapping[str, ClusterConfig]) -> Iterator[str]:
-    """Yield the constants that were measured in all other runs, and those of the other
-    run of each policy.
+    """Yield the measured constants.
+
+    Args:
+        machine: The constants of all runs that measure constants.
+        own: The constants of one such run, by policy.
     """
     values = ", ".join(f"`{name}` {getattr(machine, name):.3g}" for name in CONSTANTS)
     yield (

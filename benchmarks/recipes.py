@@ -1,13 +1,13 @@
-"""Which recipes of Megatron-Bridge an attachment refuses, by option: before the options
-below were exact, and now.
+"""Recipes of Megatron-Bridge that an attachment refuses, by option: before and now.
 
     python benchmarks/recipes.py
 
-recipes.csv has the settings, with which an attachment has or had to do, of the 54
-pretraining recipes of v0.6.0 that train, or are set up for, experts; an empty cell is
-Megatron's default. Settings are effective ones: those that `comm_overlap`,
-`mixed_precision` and the flex dispatcher's backend lead to on the recipe's GPU, with at
-least two data-parallel replicas. Nothing is run.
+Before: before the options of `EXACT_SINCE` were exact. recipes.csv has the 54
+pretraining recipes of v0.6.0 that train experts, or are set up for experts, with the
+settings that an attachment has or had to handle. An empty cell is Megatron's default.
+Settings are effective ones: the settings that result from `comm_overlap`,
+`mixed_precision` and the backend of the flex dispatcher on the recipe's GPU, with at
+least two data-parallel replicas. The benchmark runs no recipe.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 from moe_ckpt.integrations.megatron_lm_options import REFUSALS, Refusal  # noqa: E402
 
 RECIPES = Path(__file__).with_name("recipes.csv")
-EXACT_SINCE = (  # refused at commit 0b0d713
+EXACT_SINCE = (  # options that were refused at commit 0b0d713
     *(
         "overlap_param_gather",
         "use_precision_aware_optimizer",
@@ -36,7 +36,7 @@ EXACT_SINCE = (  # refused at commit 0b0d713
         "frozen_parameters",
     ),
 )
-SPEED = (  # settings that change how bytes move, and neither the model nor the update
+SPEED = (  # options that change how bytes move, but neither model nor update
     *(
         "moe_token_dispatcher_type",
         "cuda_graph_impl",
@@ -54,15 +54,16 @@ Recipe = Mapping[str, str]
 
 
 def read_recipes() -> Sequence[Recipe]:
-    """Return the recipes: name, kind of model, and settings as text, empty where they
-    are Megatron's defaults.
+    """Return the recipes: name, kind of model, and settings as text.
+
+    A setting is empty if the recipe has Megatron's default.
     """
     with RECIPES.open(newline="") as file:
         return list(csv.DictReader(file))
 
 
 def refused_now(recipe: Recipe) -> list[Refusal]:
-    """Return the refusals that a recipe meets."""
+    """Return the refusals that a recipe meets now."""
     return [
         each
         for each in REFUSALS
@@ -71,7 +72,10 @@ def refused_now(recipe: Recipe) -> list[Refusal]:
 
 
 def refused_before(recipe: Recipe) -> list[str]:
-    """Return the options of a recipe that were refused before."""
+    """Return the options of a recipe that were refused before the change.
+
+    Options that are refused now were refused before, too.
+    """
     return [option for option in EXACT_SINCE if recipe[option]] + [
         each.option for each in refused_now(recipe)
     ]

@@ -1,13 +1,14 @@
-"""From kill -9 of a rank to the next new iteration: ckpt=moevement, and torchrun's
-restart with ckpt=dense.
+"""Time from `kill -9` of a rank to the next new iteration, beside torchrun's restart.
 
     python benchmarks/recovery.py [--kills 10] [--mtbf-s 15]
         [OVERRIDES]    # model=tiny, 4 ranks, PP=2 EP=2
 
-Both jobs train the same model on this machine, one after the other, and lose a random
-rank again and again. Printed: the median of each phase, and the ratio of the jobs.
-`--mtbf-s` is what the first job's `ckpt.mtbf_s` says: about the seconds between kills,
-from which `window=auto` chooses. Absolute times mean little on a laptop; ratios do.
+The job with ckpt=moevement recovers; torchrun restarts the job with ckpt=dense. Both
+jobs train the same model on this machine, one after the other, and lose a random rank
+again and again. Printed: the median of each phase, and the ratio of the jobs.
+`--mtbf-s` sets `ckpt.mtbf_s` of the first job, from which `window=auto` chooses: about
+the seconds between kills. Absolute times mean little on a laptop; ratios are
+meaningful.
 """
 
 from __future__ import annotations
@@ -52,31 +53,48 @@ console = Console(highlight=False)
 
 @dataclass(frozen=True, kw_only=True)
 class Phases:
-    """Seconds of a recovery, each of the slowest rank; `build_s`, of the replacement,
-    is a part of `rebuild_s`.
-    """
+    """Phases of a recovery, each of the slowest rank."""
 
     detect_s: float
+    """Time until the fault is detected, in seconds."""
+
     rebuild_s: float
+    """Time from detection until all ranks are together again, in seconds."""
+
     build_s: float
+    """Part of `rebuild_s` in which the replacement builds its model."""
+
     fetch_s: float
+    """Time to fetch windows from other ranks' memories, in seconds."""
+
     replay_s: float
+    """Time of loading and replay, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recovered:
-    """One kill. Seconds from it to the next new iteration; those of the new iterations
-    that follow, their median.
-    """
+    """The recovery from one kill."""
 
     phases: Phases | None
+    """Phases of the recovery; None if the job was started again."""
+
     committed_s: float
+    """Time from the kill to the next new iteration, in seconds."""
+
     iteration_s: float
+    """Median time of the new iterations that follow, in seconds."""
+
     repeated_iters: int
+    """Iterations that the killed rank ran again."""
 
 
 class Job:
-    """A running job and its events."""
+    """A running job and its events.
+
+    Args:
+        folder: The run folder; the log is beside the folder.
+        arguments: Arguments of torchrun: options, the script and its settings.
+    """
 
     def __init__(self, folder: Path, arguments: Sequence[str]) -> None:
         self.folder = folder
@@ -94,7 +112,7 @@ class Job:
         )
 
     def events(self, rank: int) -> Iterator[tuple[float, Event]]:
-        """Yield a rank's events, with when they happened, in Unix seconds."""
+        """Yield a rank's events, each with its time in Unix seconds."""
         origin = json.loads((self.folder / "run.json").read_text())[
             "clock_origin_unix_s"
         ]
@@ -103,8 +121,10 @@ class Job:
             yield origin + logged.t_s, logged.event
 
     def committed(self) -> list[tuple[float, int]]:
-        """Return when each iteration was committed, on any rank, in the order of the
-        iterations.
+        """Return the first commit of each iteration on any rank, by iteration.
+
+        Returns:
+            Pairs of the time in Unix seconds and the iteration.
         """
         if not (self.folder / "run.json").exists():
             return []
@@ -120,7 +140,12 @@ class Job:
         return [(when, iteration) for iteration, when in sorted(first.items())]
 
     def wait_for(self, is_there: Callable[[], bool], what: str) -> None:
-        """Look at the files of the job until something is there."""
+        """Wait for a state of the job's files. A failure ends this process.
+
+        Args:
+            is_there: Returns whether the state is reached.
+            what: The name of the state, for the message.
+        """
         until_s = time.monotonic() + PATIENCE_S
         while not is_there():
             if self._process.poll() is not None or time.monotonic() > until_s:
@@ -177,7 +202,16 @@ def main() -> int:
 
 
 def measure(job: Job, kills: int, seed: int) -> list[Recovered]:
-    """Kill a random rank again and again; return how each was recovered from."""
+    """Kill a random rank again and again, and stop the job.
+
+    Args:
+        job: The running job.
+        kills: The number of kills.
+        seed: The seed of the choice of ranks.
+
+    Returns:
+        The recovery from each kill.
+    """
     chosen = random.Random(seed)
     try:
         job.wait_for(
@@ -236,7 +270,13 @@ def victim(job: Job, chosen: random.Random) -> tuple[int, int]:
 def phases_of(
     job: Job, killed_unix_s: float, replacement: Sequence[Event]
 ) -> Phases | None:
-    """Return the phases of a recovery, or None if the job was started again."""
+    """Return the phases of a recovery; None if the job was started again.
+
+    Args:
+        job: The job.
+        killed_unix_s: Time of the kill, in Unix seconds.
+        replacement: Events of the killed rank since the kill.
+    """
     rejoined = [
         event
         for rank in range(RANKS)

@@ -1,10 +1,11 @@
-"""How long a report of a large run takes, and how large it is.
+"""Time to make a report of a large run, and size of the report.
 
     python benchmarks/report.py [--ranks 64] [--iterations 100000] [--folder DIR]
 
-Writes event files as such a run would (an iteration and a snapshot each time, memory
-and window each sixth, recoveries, popularity), into a temporary folder unless one is
-given: some gigabytes. Then reports on them, in a process of its own.
+Writes event files as such a run would, some gigabytes, into a temporary folder or into
+the given one: an iteration and a snapshot each time, memory and a window in each sixth
+iteration, recoveries, popularity of experts. Then reports on the files in a process of
+its own.
 """
 
 from __future__ import annotations
@@ -69,6 +70,13 @@ def main() -> int:
 
 
 def measure(run: Path, output: Path, form: str) -> None:
+    """Make a report in another process, and print the seconds and the size.
+
+    Args:
+        run: The run folder.
+        output: The file of the report.
+        form: The format, as `--format` of launcher.report.
+    """
     command = [
         sys.executable,
         "-m",
@@ -92,8 +100,10 @@ def measure(run: Path, output: Path, form: str) -> None:
 
 
 def write_run(run: Path, num_ranks: int, iterations: int) -> None:
-    """Write a run's files; ranks differ in little but their number: files of a size
-    cost the same.
+    """Write the files of a run.
+
+    The event files of ranks differ in little but the number of the rank. Other contents
+    would change nothing, because files of the same size cost the same.
     """
     (run / "events").mkdir(parents=True)
     plain, telling = (
@@ -110,7 +120,13 @@ def write_run(run: Path, num_ranks: int, iterations: int) -> None:
 
 
 def lines_of(iterations: int, *, tells: bool) -> Iterator[bytes]:
-    """Yield a rank's events; one rank of each stage `tells` how popular experts are."""
+    """Yield the lines of one rank's events.
+
+    Args:
+        iterations: The iterations of the run.
+        tells: Whether the rank logs the popularity of experts; one rank of each stage
+            does.
+    """
     fault_every = max(iterations // NUM_FAULTS, 2)
     now_s, told = 10.0, 0
     yield line(now_s, WorkerStarted(pid=1, host="here", incarnation=0, device="gpu"))

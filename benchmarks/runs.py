@@ -1,5 +1,6 @@
-"""Finished runs for pages about them: trained once, with the commit that they were
-trained at.
+"""Finished runs for pages about these runs.
+
+Each run is trained once. The commit of the training is written beside the run folder.
 """
 
 from __future__ import annotations
@@ -22,17 +23,23 @@ _LIMIT_S = 3600.0
 def finished_run(
     name: str, folder: Path, arguments: Sequence[str], more: Sequence[str] = ()
 ) -> Path:
-    """Train to the end, unless that is done already, and return the run folder; end
-    this process if that fails.
+    """Train to the end, and return the run folder.
 
-    `more` are arguments that come after `run.dir`.
+    A run that has already ended with the same arguments is not run again. A failure
+    ends this process.
+
+    Args:
+        name: The name of the run, which gives the folder its name.
+        folder: The folder of all runs.
+        arguments: Arguments of launcher/train.py.
+        more: Arguments that come after `run.dir`.
     """
     path = folder / name.replace(",", "").replace(" ", "-")
     given = last_values([*arguments, f"run.dir={path}", *more])
     if _is_done(path, given):
         return path
     folder.mkdir(parents=True, exist_ok=True)
-    # one that was cut off would go on, with faults of its own
+    # a run that was cut off would continue, with its own faults
     shutil.rmtree(path, ignore_errors=True)
     path.with_suffix(".commit").write_text(current_commit())
     command = [
@@ -45,7 +52,7 @@ def finished_run(
         ended = subprocess.run(
             [*command, "launcher/train.py", *given],
             cwd=ROOT,
-            # as torchrun would, without saying so
+            # as torchrun would set it, without the message
             env={"OMP_NUM_THREADS": "1", **os.environ},
             stdout=said,
             stderr=subprocess.STDOUT,
@@ -59,7 +66,7 @@ def finished_run(
 
 
 def default_model(overrides: Iterable[str]) -> list[str]:
-    """Return the override of the benchmarks' model, unless another one is given."""
+    """Return the override of the benchmarks' model; none if `overrides` have one."""
     return (
         []
         if any(override.startswith("model=") for override in overrides)
@@ -68,22 +75,23 @@ def default_model(overrides: Iterable[str]) -> list[str]:
 
 
 def commit_of(paths: Iterable[Path]) -> str:
-    """Return the commits that runs were trained at."""
+    """Return the commits at which runs were trained, as text."""
     return ", ".join(
         sorted({path.with_suffix(".commit").read_text() for path in paths})
     )
 
 
 def _is_done(path: Path, arguments: Sequence[str]) -> bool:
-    """Return whether this very run has been run to its end."""
+    """Return whether a run with exactly these arguments has ended."""
     return (path / "result.json").exists() and _json(path / "run.json")["command"][
         1:
     ] == list(arguments)
 
 
 def current_commit() -> str:
-    """Return the last commit that changed what runs are made of, marked where files
-    differ from it.
+    """Return the last commit that changed the code or the settings of runs.
+
+    The text is marked `with changes` if files differ from the commit.
     """
     what = ("moe_ckpt", "launcher", "conf")
     said = [
@@ -94,7 +102,7 @@ def current_commit() -> str:
 
 
 def hardware() -> str:
-    """Return this machine's processor and how many cores of it there are."""
+    """Return this machine's processor and the number of its cores, as text."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     model = next(
@@ -109,6 +117,7 @@ def hardware() -> str:
 
 
 def packages(run: Path) -> str:
+    """Return the releases of torch, Megatron-Core and Python of a run, as text."""
     described = _json(run / "run.json")
     named = [
         f"{name} {described['packages'][name]}" for name in ("torch", "megatron-core")

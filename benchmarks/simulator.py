@@ -1,11 +1,11 @@
-"""How long the simulator takes, and how that grows.
+"""Run time of the simulator, and how the time grows with the size of the job.
 
     python benchmarks/simulator.py [--quick]
 
-First a whole command: 671 billion parameters on 16,384 GPUs for 12 hours at an MTBF of
-10 minutes, in a process of its own. Then one simulation with more and more GPUs, and
-with more and more operators; `n log n` says what the first row's seconds would be if
-they grew like that.
+The first figure is a whole command in a process of its own: 671 billion parameters on
+16,384 GPUs for 12 hours at an MTBF of 10 minutes. Then single simulations run with more
+and more GPUs, and with more and more operators. The column `n log n` has the seconds
+that would follow from the first row if the time grew as n log n.
 """
 
 from __future__ import annotations
@@ -66,8 +66,10 @@ def main() -> int:
 
 
 def whole_command() -> tuple[float, int]:
-    """Return the seconds of a command in another process, and the most memory that it
-    had.
+    """Run the largest job's command in another process.
+
+    Returns:
+        The seconds of the command, and the peak memory of the process in bytes.
     """
     before = time.perf_counter()
     subprocess.run(
@@ -81,8 +83,9 @@ def whole_command() -> tuple[float, int]:
 
 
 def with_gpus(nodes: int) -> float:
-    """Return the seconds of a simulation with so many nodes, the batch growing with
-    them.
+    """Return the seconds of one simulation of so many nodes.
+
+    The batch grows with the number of nodes.
     """
     overrides = [
         "cluster=h200",
@@ -101,7 +104,7 @@ def with_gpus(nodes: int) -> float:
 
 
 def with_operators(count: int) -> float:
-    """Return the seconds of a simulation of a model with about so many operators."""
+    """Return the seconds of one simulation of a model with about so many operators."""
     num_layers = max(8, count // (EXPERTS + 2))
     experts = max(8, count // num_layers // 8 * 8)
     base = compose_simulation(["cluster=h200", "parallel.pp=8"])
@@ -123,8 +126,9 @@ def with_operators(count: int) -> float:
 
 
 def synthetic(num_layers: int, num_experts: int) -> ModelShape:
-    """Return a model with equal layers, and 16 billion parameters whatever the number
-    of operators.
+    """Return a model with equal layers and 16 billion parameters in all.
+
+    The number of operators does not change the number of parameters.
     """
     operators = [OperatorId(kind=OperatorKind.EMBEDDING)]
     for layer in range(num_layers):
@@ -151,7 +155,13 @@ def synthetic(num_layers: int, num_experts: int) -> ModelShape:
 
 
 def show(what: str, measured: list[tuple[int, float]]) -> None:
-    """Print a table: seconds, and what they would be if they grew as n log n."""
+    """Print a table of seconds, beside the seconds of n log n growth.
+
+    Args:
+        what: The quantity that grows.
+        measured: Pairs of the quantity and the seconds; the first pair is the
+            reference.
+    """
     first, first_s = measured[0]
     print(f"{what:>10} {'seconds':>10} {'n log n':>10}")
     for count, seconds in measured:

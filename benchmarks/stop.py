@@ -1,13 +1,12 @@
-"""From SIGTERM to a state that is safe on disk: seconds and bytes, while the job
-trains.
+"""Seconds and bytes from SIGTERM to a state that is safe on disk, while the job trains.
 
     python benchmarks/stop.py [--stops 3] [--model tiny small]
         [OVERRIDES]        # ckpt=moevement, 4 ranks, PP=2
 
-Each job is stopped by SIGTERM to torchrun once it has trained for some iterations, and
-started again from its disks. Printed: the seconds until all ranks have an iteration on
-disk ("safe to kill"), those until the last process has ended, the bytes on disk of all
-ranks, and the iterations that were trained after the one that is safe.
+SIGTERM to torchrun stops each job once the job has trained for some iterations. The job
+is started again from its disks. Printed: the seconds until all ranks have an iteration
+on disk ("safe to kill"), the seconds until the last process has ended, the bytes on
+disk of all ranks, and the number of iterations that were trained after the safe one.
 """
 
 from __future__ import annotations
@@ -39,16 +38,29 @@ _SAFE = re.compile(r"safe to kill at iteration (\d+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Stopped:
-    """One stop: seconds from SIGTERM, and the iteration that all ranks have on disk."""
+    """One stop of a job by SIGTERM."""
 
     safe_s: float
+    """Time from SIGTERM until all ranks have an iteration on disk, in seconds."""
+
     ended_s: float
+    """Time from SIGTERM until the last process has ended, in seconds."""
+
     disk_bytes: int
+    """Bytes on disk of all ranks."""
+
     lost_iters: int
+    """Iterations that were trained after the iteration on disk."""
 
 
 def stop_once(folder: Path, number: int, arguments: Sequence[str]) -> Stopped:
-    """Start a job, stop it after some iterations, and return the figures."""
+    """Start a job, stop the job after some iterations, and return the figures.
+
+    Args:
+        folder: The run folder; a later stop continues from its disks.
+        number: The number of the stop, for the name of the log.
+        arguments: Settings of the launcher.
+    """
     log = folder.with_suffix(f".{number}.log")
     with log.open("w") as said:
         torchrun = str(Path(sys.executable).with_name("torchrun"))

@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node=4 benchmarks/thread_names.py launcher/train.py [OVERRIDES]
 
-Python up to 3.13 names threads for itself only. Here each process that a supervisor
-forks looks once a second for threads, and writes their names to /proc/self/task/*/comm.
-Their main thread keeps the name that it has, as threads of libraries inherit that one.
-benchmarks/iteration_cpu.py runs it.
+Python up to 3.13 does not set the names of threads in the kernel. Here each process
+that a supervisor forks looks for threads once a second, and writes the names of the
+threads to /proc/self/task/*/comm. The main thread of a process keeps its name, because
+threads of libraries inherit that name. benchmarks/iteration_cpu.py runs this program.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _begin() -> None:
 
 
 def main() -> None:
-    # not in the supervisor: a process that forks has one thread
+    # not in the supervisor: a process that forks must have a single thread
     os.register_at_fork(after_in_child=_begin)
     del sys.argv[0]
     sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))

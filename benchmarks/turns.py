@@ -1,7 +1,7 @@
-"""Jobs that take turns on one machine: all but one are stopped (SIGSTOP), block by
-block.
+"""Jobs that take turns on one machine, block by block.
 
-All jobs meet the same clocks, heat and neighbours. Must not: compute prices.
+In each block all jobs but one are stopped (SIGSTOP), so all jobs meet the same clocks,
+heat and neighbours. Must not: compute prices.
 
     jobs     none       |####....####....|
              moevement  |....####....####|    a block: some iterations of one job
@@ -34,11 +34,11 @@ TRAIN = ("launcher/train.py",)
 WITHOUT_HOOKS = ("benchmarks/without_hooks.py",)
 SUPERVISED = "supervised"  # the name of a job without hooks
 _FIRST_COMMITS = 3
-_FEWEST_COMMITS = 3  # between them lie two whole iterations
+_FEWEST_COMMITS = 3  # two whole iterations lie between three commits
 _POLL_S = 0.2
-_END_S = 3.0  # less than `timeout -k 5` leaves
+_END_S = 3.0  # less than the time that `timeout -k 5` leaves
 _NO_END = 1_000_000
-# a stopped job sends no heartbeat and commits nothing, and neither is a fault
+# a stopped job sends no heartbeat and commits nothing, which must not be a fault
 _PATIENT = {
     "heartbeat_s": 600,
     "progress_s": 1200,
@@ -52,11 +52,16 @@ Kind = TypeVar("Kind", bound=object)
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """The seconds, since the epoch, for which one job trained alone in a round."""
+    """A time in which one job trained alone."""
 
     round_number: int
+    """Number of the round."""
+
     from_unix_s: float
+    """Begin of the block, in seconds since the epoch."""
+
     to_unix_s: float
+    """End of the block, in seconds since the epoch."""
 
 
 class Job:
@@ -64,8 +69,8 @@ class Job:
 
     Args:
         name: The name for messages and tables.
-        folder: The run folder; the log is beside it.
-        num_ranks: Ranks, all on this machine.
+        folder: The run folder; the log is beside the folder.
+        num_ranks: The ranks, all on this machine.
         settings: Settings of the launcher.
         on_gpu: Whether the job may see a GPU.
         script: The program of each rank, and arguments before the settings.
@@ -109,7 +114,7 @@ class Job:
 
     @property
     def agent_pid(self) -> int:
-        """The process of torchrun."""
+        """Pid of torchrun's process."""
         return self._agent.pid
 
     @property
@@ -135,13 +140,14 @@ class Job:
         self._signal(signal.SIGCONT)
 
     def train_alone(self, round_number: int, block_s: float, until_s: float) -> None:
-        """Train for a block, in which some iterations are committed; the job is stopped
-        before and afterwards.
+        """Let the stopped job train for a block, and stop the job again.
+
+        A block has at least `_FEWEST_COMMITS` commits, unless the time is over.
 
         Args:
-            round_number: Number of the round.
-            block_s: Seconds of the block, or more where iterations take longer.
-            until_s: Monotonic time at which the block ends in any case.
+            round_number: The number of the round.
+            block_s: The seconds of the block; longer if the iterations take longer.
+            until_s: The monotonic time at which the block ends in any case.
         """
         wanted = self.num_commits() + _FEWEST_COMMITS
         from_unix_s = time.time()
@@ -163,13 +169,11 @@ class Job:
         self.stop()
 
     def iteration_s(self) -> dict[int, float]:
-        """Return the mean time of an iteration by round, as `iteration_s_of` does."""
+        """Return the mean seconds of an iteration by round, from all blocks."""
         return iteration_s_of(self.commits_unix_s(), self.blocks)
 
     def commits_unix_s(self) -> list[float]:
-        """Return when iterations were committed on rank 0, in seconds since the
-        epoch.
-        """
+        """Return the times of rank 0's commits, in seconds since the epoch."""
         origin = read_run_folder(self.folder).clock_origin_unix_s
         return [
             each.t_s + origin
@@ -178,8 +182,10 @@ class Job:
         ]
 
     def kill(self) -> list[int]:
-        """Kill the agent, with which all processes of the job end; return their
-        pids.
+        """Kill the agent, with which all processes of the job end.
+
+        Returns:
+            The pids of these processes.
         """
         self.go_on()
         pids = descendants_of(self._agent.pid)
@@ -188,7 +194,7 @@ class Job:
         return pids
 
     def _signal(self, number: int) -> None:
-        # not to the agent, which hosts the store: a silent store is a fault
+        # the agent goes on: the agent hosts the store, and a silent store is a fault
         for pid in descendants_of(self._agent.pid):
             try:
                 os.kill(pid, number)
@@ -202,12 +208,11 @@ def iteration_s_of(
     """Return the mean seconds of an iteration by round.
 
     Args:
-        commits_unix_s: Seconds since the epoch at which iterations were committed, in
-            order.
-        blocks: When the job was not stopped.
+        commits_unix_s: Times of commits in order, in seconds since the epoch.
+        blocks: The times in which the job was not stopped.
 
     Returns:
-        Means over iterations that lie wholly in a block, of rounds with at least two.
+        Means over iterations that lie wholly in a block, for rounds with at least two.
     """
     found: dict[int, float] = {}
     for block in blocks:
@@ -230,6 +235,13 @@ def measure(
 ) -> None:
     """Let jobs train together until all are warm, then one after another in blocks.
 
+    Args:
+        jobs: The running jobs.
+        num_rounds: The most rounds; a round that would exceed the limit does not begin.
+        block_s: The seconds of a block.
+        warm_s: The seconds from the first iterations to the first block.
+        limit_s: The limit for everything, in seconds.
+
     Raises:
         RuntimeError: A job has ended, or has not begun to train within the limit.
     """
@@ -244,6 +256,11 @@ def measure(
 
 def warm_up(jobs: Sequence[Job], *, warm_s: float, limit_s: float) -> None:
     """Let jobs train together for a while after their first iterations, and stop them.
+
+    Args:
+        jobs: The running jobs.
+        warm_s: The seconds to train after the first iterations.
+        limit_s: The limit for the first iterations, in seconds.
 
     Raises:
         RuntimeError: A job has ended, or has not begun to train within the limit.
@@ -269,14 +286,21 @@ def warm_up(jobs: Sequence[Job], *, warm_s: float, limit_s: float) -> None:
 
 
 def in_turn(jobs: Sequence[Job], round_number: int) -> Sequence[Job]:
-    """Return the jobs in the order of a round: each round begins with another one."""
+    """Return the jobs in the order of a round.
+
+    Each round begins with another job than the round before.
+    """
     shift = round_number % len(jobs)
     return (*jobs[shift:], *jobs[:shift])
 
 
 @contextlib.contextmanager
 def ended_at_exit(jobs: Sequence[Job]) -> Iterator[None]:
-    """End jobs after this block, and at SIGTERM."""
+    """End jobs after the block of `with`, and at SIGTERM.
+
+    Args:
+        jobs: The jobs; jobs that are added in the block end, too.
+    """
 
     def leave(*_: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -290,8 +314,9 @@ def ended_at_exit(jobs: Sequence[Job]) -> Iterator[None]:
 
 
 def end(jobs: Sequence[Job]) -> None:
-    """Kill jobs, and wait until their processes have given memory back, for some
-    seconds at most.
+    """Kill jobs, and wait until their processes have given memory back.
+
+    Waits for `_END_S` at most.
     """
     pids = [pid for job in jobs for pid in job.kill()]
     end_s = time.monotonic() + _END_S

@@ -1,33 +1,38 @@
-"""Effective training time under faults: policies under the same random kills, at
-several MTBFs, in interleaved order.
+"""Effective training time under faults: policies under the same random kills.
 
     python benchmarks/under_faults.py [--regime capped] [--policy moevement ...]
         [--mtbf-s 20 60] [--runs 8 5] [--seconds 100] [--cap-bytes-per-s 28e6]
         [-o outputs/under_faults] [--write benchmarks/README.md] [OVERRIDES]
 
-Unless changed: `model=small`, 4 ranks. A run is measured for `--seconds` from the end
-of its first iteration. Random workers are killed at exponential times; run n of every
-policy has the same seed. `--runs` has a number for all MTBFs or one for each: long ones
-need more runs for as many faults.
+Unless changed: `model=small`, 4 ranks. Policies run at several MTBFs, in interleaved
+order. A run is measured for `--seconds` from the end of its first iteration. Random
+workers are killed at exponential times; run n of every policy has the same seed.
+`--runs` has a number for all MTBFs or one for each: long MTBFs need more runs for as
+many faults.
 
-ETTR is the share of that time which plain training (`ckpt=none`, no supervisor, no
-faults) needs for the very iterations that are new in it: how long an iteration takes
-depends on how a router spreads its tokens, and early ones may take half as long as
-later ones. Plain training runs in each round, at each MTBF, among the others.
+ETTR is the share of the measured time which plain training (`ckpt=none`, no supervisor,
+no faults) needs for the same new iterations. Other iterations would not do, because the
+time of an iteration depends on how a router spreads its tokens: early iterations may
+take half as long as later ones. Plain training runs in each round, at each MTBF, among
+the other runs.
 
-In the regime `plain` copies are as fast as the machine; in `capped` each rank copies at
+In the regime `plain` copies are as fast as the machine. In `capped` each rank copies at
 most `--cap-bytes-per-s` to host memory, to peers and to disk. The cap should make a
 copy of a rank's whole state (87 MB with `small`) take four to five iterations of this
 machine: the regime of the MoEvement paper, section 2, in which a dense snapshot stops
-training. Compute weights of operators that a window has not taken in full yet are in
-each of its slots, with BF16 up to a sixth of the state: at six iterations no number of
-slots is enough.
+training. Each slot of a window has compute weights of the operators that the window has
+not taken in full yet, with BF16 up to a sixth of the state. So at six iterations no
+number of slots is enough.
 
-Predictions use constants of the runs at the other MTBFs. Of the predicted run they are
-given the faults, each at its point of training and not at its time, the number of new
-iterations, and the time that the end cut off after the last of them; of plain training
-in the same round, the seconds of each iteration. Finished runs in the folder are not
-run again: a call that was cut off, or one with more runs, continues there.
+Predictions use constants of the runs at the other MTBFs. From the predicted run a
+prediction takes the faults, each at its point of training and not at its time, the
+number of new iterations, and the time that the end cut off after the last new
+iteration. From plain training in the same round a prediction takes the seconds of each
+iteration.
+
+Finished runs in the folder are not run again, so a call with more runs continues there.
+So does a call after one that was cut off, if the folder of the unfinished run has been
+removed.
 """
 
 from __future__ import annotations
@@ -82,8 +87,8 @@ from moe_ckpt.sim.pace import Pace  # noqa: E402
 RANKS = 4
 PLAIN = "plain"
 POLICIES = ("moevement", "gemini", "checkfreq", "moc", "none")
-_WITHOUT_COPIES = ("checkfreq", "moc")  # on peers, by default
-_START_S = 180.0  # until the first iteration has ended, at most
+_WITHOUT_COPIES = ("checkfreq", "moc")  # policies without copies on peers by default
+_START_S = 180.0  # limit until the first iteration has ended
 _MANY = 100_000
 _MIB = 1 << 20
 _STYLES = ("moevement", "gemini", "first", "second", "third", "none")
@@ -107,11 +112,16 @@ _COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One run to make: a policy (or PLAIN) at an MTBF, the `number`-th of its kind."""
+    """One run to make."""
 
     policy: str
+    """Policy with its settings, or `PLAIN`."""
+
     mtbf_s: float
+    """Mean time between faults, in seconds."""
+
     number: int
+    """Number of the run among the runs of this policy and MTBF, from 0."""
 
     @property
     def name(self) -> str:
@@ -120,43 +130,56 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The measurements of a run in the first `seconds` after its first iteration.
+    """The measurements of a run after its first iteration.
 
-    `ended_s` has the end of each new iteration from the second one on, in seconds from
-    the end of the first. The last `tail_s` seconds, an iteration or a recovery that the
-    end cut off, have no new iteration. `snapshot_bytes` are an iteration's, of rank 0.
+    The last `tail_s` seconds have no new iteration: an iteration or a recovery that the
+    end cut off.
     """
 
     seconds: float
+    """Measured time from the end of the first iteration, in seconds."""
+
     ended_s: tuple[float, ...]
+    """Ends of the new iterations from the second one on.
+
+    In seconds from the end of the first iteration.
+    """
+
     recoveries: tuple[MeasuredRecovery, ...]
+    """Recoveries that ended within the measured time."""
+
     cadence: str
+    """Last window and pause, or last interval, in iterations, as text."""
+
     snapshot_bytes: float
+    """Bytes of rank 0's snapshots per iteration."""
+
     host_bytes: int
+    """Most allocated host memory of any rank, in bytes."""
 
     @property
     def last(self) -> int:
-        """The newest iteration."""
+        """Newest iteration."""
         return 1 + len(self.ended_s)
 
     @property
     def tail_s(self) -> float:
+        """Time after the last new iteration, in seconds."""
         return self.seconds - (self.ended_s[-1] if self.ended_s else 0.0)
 
     @property
     def spent_s(self) -> list[float]:
-        """The seconds from one new iteration to the next, from the second one on."""
+        """Seconds from one new iteration to the next, from the second iteration on."""
         return [end_s - begin_s for begin_s, end_s in pairwise((0.0, *self.ended_s))]
 
     def ettr(self, plain: PlainTraining) -> float:
-        """Return the share of the time that plain training needed for the new
-        iterations.
-        """
+        """Return the share of time that plain training needs for new iterations."""
         return plain.between(1, self.last) / self.seconds
 
     def quiet_s(self) -> dict[int, float]:
-        """Return the seconds of each new iteration that followed the one before it
-        without a fault between.
+        """Return the seconds of new iterations without a fault, by iteration.
+
+        No fault came between such an iteration and the iteration before.
         """
         hit = {each.before + 1 for each in self.recoveries}
         return {
@@ -168,20 +191,26 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class PlainTraining:
-    """The seconds of an iteration of plain training on average, and the pace of single
-    ones.
-    """
+    """The times of plain training."""
 
     iteration_s: float
+    """Mean time of an iteration, in seconds."""
+
     pace: Pace
+    """Lengths of single iterations relative to the mean."""
 
     def between(self, done: int, reached: int) -> float:
         """Return the seconds of the iterations `done` + 1 to `reached`."""
         return self.pace.between(done, reached) * self.iteration_s
 
     def fault_s(self, recoveries: Sequence[MeasuredRecovery]) -> list[float]:
-        """Return what each fault cost: the seconds to the next new iteration beyond
-        those of a plain one.
+        """Return the price of each fault, in seconds.
+
+        The price is the time to the next new iteration beyond the time of a plain
+        iteration.
+
+        Args:
+            recoveries: Recoveries that were measured with an iteration time of 0.
         """
         return [
             each.cost_s - self.between(each.before, each.before + 1)
@@ -190,7 +219,11 @@ class PlainTraining:
 
 
 def plain_training(outcome: Outcome) -> PlainTraining:
-    """Return the seconds of plain training's iterations, as one run measured them."""
+    """Return the times of plain training, as one run measured them.
+
+    Raises:
+        MoeCkptError: The run has only one iteration.
+    """
     seconds = outcome.spent_s
     if not seconds:
         raise MoeCkptError(
@@ -198,16 +231,20 @@ def plain_training(outcome: Outcome) -> PlainTraining:
             " --seconds"
         )
     mean_s = statistics.fmean(seconds)
-    # the first iteration is not counted: it is slow by itself
+    # the first iteration does not count: a first iteration is slow by itself
     return PlainTraining(
         iteration_s=mean_s, pace=Pace([1.0, *(each / mean_s for each in seconds)])
     )
 
 
 def plan_cells(policies: Sequence[str], runs: Mapping[float, int]) -> Iterator[Cell]:
-    """Yield all runs, round by round, of which `runs` has the number for each MTBF (s).
+    """Yield all runs, round by round.
 
-    Plain training is one of the policies, and each round begins with another.
+    Plain training is one of the policies. Each round begins with another policy.
+
+    Args:
+        policies: The policies with their settings.
+        runs: The number of runs, by MTBF in seconds.
     """
     order = [PLAIN, *policies]
     for number in range(max(runs.values())):
@@ -220,8 +257,13 @@ def plan_cells(policies: Sequence[str], runs: Mapping[float, int]) -> Iterator[C
 def arguments_of(
     cell: Cell, *, cap_bytes_per_s: float | None, seconds: float, common: Sequence[str]
 ) -> list[str]:
-    """Return the words with which `launcher.compare` describes a run; a cap of None:
-    copies as fast as the machine.
+    """Return the words with which `launcher.compare` describes a run.
+
+    Args:
+        cell: The run.
+        cap_bytes_per_s: The cap of each link; None: copies are as fast as the machine.
+        seconds: The seconds to measure.
+        common: Settings of all runs.
     """
     words = last_values([*QUIET, f"train.iterations={_MANY}", *common])
     if cell.policy == PLAIN:
@@ -250,8 +292,19 @@ def arguments_of(
 def carry_out(
     cell: Cell, folder: Path, arguments: Sequence[str], seconds: float
 ) -> Path:
-    """Run a job until it has been measured long enough, unless that is done; return its
-    folder.
+    """Run a job until the job has been measured for long enough.
+
+    A finished run is not run again. This process ends if the run fails, or if the run
+    folder has an unfinished run, or one of other settings or of another commit.
+
+    Args:
+        cell: The run.
+        folder: The folder of all runs.
+        arguments: The words for `launcher.compare`.
+        seconds: The seconds to measure.
+
+    Returns:
+        The run folder.
     """
     run, done = folder / cell.name, folder / f"{cell.name}.json"
     about = {
@@ -280,8 +333,9 @@ def carry_out(
 
 
 class _Clock:
-    """Ends a run `seconds` after the first iteration in its events, and one second for
-    the last write.
+    """Ends a run `seconds` after the first iteration in its events.
+
+    The run has one more second for the last write.
     """
 
     def __init__(self, events: Path, seconds: float) -> None:
@@ -291,7 +345,7 @@ class _Clock:
         self.since_s: float | None = None
 
     def goes_on(self) -> bool:
-        """Return whether the run has not been measured for long enough."""
+        """Return whether the run must go on."""
         now_s = time.monotonic()
         if self.since_s is None:
             if (
@@ -304,7 +358,11 @@ class _Clock:
 
 
 def measure(run: RealRun, seconds: float) -> Outcome:
-    """Return the measurements of a run. Raises MoeCkptError if it has no iteration."""
+    """Return the measurements of a run.
+
+    Raises:
+        MoeCkptError: The run has no iteration.
+    """
     commits = first_commits(run.ranks)
     if not commits:
         raise MoeCkptError("under_faults: got a run without iterations")
@@ -363,12 +421,14 @@ def interval(values: Sequence[float]) -> str:
 def slowdowns(
     runs: Sequence[tuple[RealRun, Outcome, PlainTraining]],
 ) -> tuple[float, float]:
-    """Return what slows the iterations of runs beside plain training: a share of each,
-    and seconds a second of copying.
+    """Return how much slower the iterations of runs are than plain training.
 
-    The former is the price of supervisors, hooks and logs. Stalls of snapshots are left
-    out. Least squares over iterations; a profile of runs cannot measure this: only
-    plain training beside them does.
+    Least squares over iterations, without stalls of snapshots. A profile of runs cannot
+    measure the slowdown: only plain training beside the runs does.
+
+    Returns:
+        The slowdown as a share of each iteration, the price of supervisors, hooks and
+        logs; and as seconds per second of copying.
     """
     rows = [
         row
@@ -389,11 +449,14 @@ def slowdowns(
 def _slower_iterations(
     run: RealRun, outcome: Outcome, plain: PlainTraining
 ) -> Iterator[tuple[float, float, float]]:
-    """Yield of each new iteration its seconds in plain training, those of copies in it,
-    and those that it took longer.
+    """Yield how much longer each new iteration took than in plain training.
 
-    Iterations that a fault hit are left out: a part of them has run before, and what
-    runs again is faster.
+    Iterations that a fault hit are left out: a part of such an iteration has run
+    before, and is faster when it runs again.
+
+    Yields:
+        Seconds in plain training, seconds of copies in the iteration, and seconds
+        beyond plain training.
     """
     rank = run.ranks[0]
     copy_s = {
@@ -413,28 +476,33 @@ def _slower_iterations(
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedRun:
-    """A simulation of a run under its faults: its share of useful time, and the price
-    of each fault.
-    """
+    """A simulation of a run under the run's faults."""
 
     ettr: float
+    """Share of useful time."""
+
     fault_s: tuple[float, ...]
+    """Price of each fault, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """All finished runs of a regime with their measurements."""
+    """All finished runs of a regime."""
 
     runs: dict[Cell, RealRun]
+    """Contents of the run folders."""
+
     measured: dict[Cell, Outcome]
+    """Measurements of the runs."""
 
     def outcomes(self, policy: str, mtbf_s: float) -> list[Outcome]:
         """Return the measurements of all runs of a kind."""
         return [self.measured[cell] for cell in self.cells(policy, mtbf_s)]
 
     def differences(self, policy: str, first: str, mtbf_s: float) -> list[float]:
-        """Return each run's ETTR less that of the policy `first` in the same round,
-        under the same faults.
+        """Return each run's ETTR less the ETTR of the policy `first`.
+
+        The runs of a pair are in the same round, under the same faults.
         """
         return [
             one - other
@@ -444,16 +512,14 @@ class Study:
         ]
 
     def ettrs(self, policy: str, mtbf_s: float) -> list[float]:
-        """Return the share of each run's time that plain training of its round
-        needed.
-        """
+        """Return each run's ETTR, with plain training of the same round."""
         return [
             self.measured[cell].ettr(self.plain_of(cell))
             for cell in self.cells(policy, mtbf_s)
         ]
 
     def faults_s(self, policy: str, mtbf_s: float) -> list[float]:
-        """Return the price of each fault in all runs of a kind."""
+        """Return the price of each fault in all runs of a kind, in seconds."""
         cells = self.cells(policy, mtbf_s)
         return [
             cost_s
@@ -462,8 +528,9 @@ class Study:
         ]
 
     def slowdown(self, policy: str, mtbf_s: float) -> float:
-        """Return the time of all iterations without a fault beside that of the same
-        ones in plain training.
+        """Return the time of all iterations without a fault, beside plain training.
+
+        The ratio of the times of the same iterations; NaN if there are none.
         """
         spent_s = plain_s = 0.0
         for cell in self.cells(policy, mtbf_s):
@@ -473,14 +540,15 @@ class Study:
         return spent_s / plain_s if plain_s else math.nan
 
     def plain_of(self, cell: Cell) -> PlainTraining:
-        """Return plain training of the same round at the same MTBF: a machine's speed
-        changes with the hours.
+        """Return plain training of the same round at the same MTBF.
+
+        Other rounds would not do, because a machine's speed changes with the hours.
         """
         return plain_training(self.measured[replace(cell, policy=PLAIN)])
 
     @cached_property
     def plain_s(self) -> float:
-        """Seconds of an iteration of plain training, the mean over all rounds."""
+        """Mean time of an iteration of plain training over all rounds, in seconds."""
         return statistics.fmean(
             plain_training(outcome).iteration_s
             for cell, outcome in self.measured.items()
@@ -488,8 +556,9 @@ class Study:
         )
 
     def predictions(self, policy: str, mtbf_s: float) -> list[PredictedRun]:
-        """Return what is predicted of each run; empty without runs at another MTBF,
-        which constants are from.
+        """Return the prediction of each run; empty without runs at another MTBF.
+
+        Constants come from the runs at the other MTBFs. `none` has no predictions.
         """
         others = [
             cell
@@ -519,8 +588,8 @@ class Study:
         setup = setup_of(run, cluster, factor * plain.iteration_s, plain.pace)
         ranks = predict_events(run, setup, measured.last)
         commits_s = first_commits(ranks)
-        # a prediction ends with the last new iteration: what the end cut off is taken
-        # as it was
+        # a prediction ends with the last new iteration: the time that the end cut off
+        # is taken from the run
         seconds = commits_s[measured.last] - commits_s[1] + measured.tail_s
         recovered = [
             each for each in recoveries_of(ranks, 0.0) if each.before < measured.last
@@ -611,7 +680,14 @@ def _mean_ettr(study: Study, policy: str, mtbf_s: float) -> float:
 def notes(
     study: Study, regime: str, cap_bytes_per_s: float | None, folder: Path
 ) -> Iterator[str]:
-    """Yield the conditions of the runs."""
+    """Yield the conditions of the runs, as lines of text.
+
+    Args:
+        study: The runs.
+        regime: The name of the regime.
+        cap_bytes_per_s: The cap of each link; None: no cap.
+        folder: The folder of all runs.
+    """
     counts = {cell.mtbf_s: cell.number + 1 for cell in study.runs}
     seconds = next(iter(study.measured.values())).seconds
     commits = sorted(
@@ -666,7 +742,7 @@ def main() -> int:
         )
     folder = options.output.resolve() / options.regime
     cap_bytes_per_s = options.cap_bytes_per_s if options.regime == "capped" else None
-    # as torchrun sets it, without its warning
+    # as torchrun would set it, without torchrun's warning
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     runs: dict[Cell, RealRun] = {}
     measured: dict[Cell, Outcome] = {}

@@ -1,10 +1,9 @@
-"""A supervised job whose policy does nothing: the price of supervisors and replica
-daemons by themselves.
+"""A supervised job without hooks: the price of supervisors and replica daemons alone.
 
     torchrun --nproc-per-node=4 benchmarks/without_hooks.py +ckpt=moevement [OVERRIDES]
 
-The job has the supervisors, replica daemons and process groups of its policy; no hook
-of the training loop reaches it. benchmarks/overhead.py runs it.
+The job has the supervisors, replica daemons and process groups of its policy. No hook
+of the training loop reaches the policy. benchmarks/overhead.py runs this program.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from moe_ckpt.types import ReadyGradients
 
 
 class NoHooks:
-    """Implements `ports.TrainingHooks`: training goes on, nothing is saved."""
+    """Implements `ports.TrainingHooks`: training continues, and nothing is saved."""
 
     def iteration_started(self, iteration: int) -> None:
         pass

@@ -1,17 +1,18 @@
-"""Requests of a group of all ranks on the host to the job's one store, and the
-connections of that group.
+"""Store requests and connections of a group of all ranks on the host.
 
     python benchmarks/world_group.py [--ranks 16 64 256 1024] [--most-all-to-all 64]
         [--write]
 
-Ranks are threads of processes on this machine with a group of gloo each, over torch's
-TCPStore. `as needed` is this project's way (`GlooBackend`): two ranks connect as an
-operation first needs both. `all to all` is what gloo does by itself: a rank reads the
-addresses of all others, and connects to all of them. Counted are requests and sockets
-of the rank with the most, to form the group, and then for an all-reduce, a barrier and
-an exchange with the next rank. The store's seconds are computed: requests of all ranks
-at 17 us each (benchmarks/README.md). Seconds are those of all ranks on the cores of
-this machine.
+Ranks are threads of processes on this machine. Each rank has a gloo group, over the
+job's one store, torch's TCPStore. `as needed` is this project's way (`GlooBackend`):
+two ranks connect when an operation first needs both. `all to all` is the way of gloo by
+itself: a rank reads the addresses of all others, and connects to all others.
+
+The table has the requests of the rank with the most, to form the group, and then for an
+all-reduce, a barrier and an exchange with the next rank; and the mean of sockets per
+rank. The store's seconds are computed: requests of all ranks at 17 us each
+(benchmarks/README.md). The measured seconds are those of all ranks on the cores of this
+machine.
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ from moe_ckpt.elastic.rendezvous_store import PollingStore  # noqa: E402
 from moe_ckpt.linux import own_files  # noqa: E402
 
 AS_NEEDED, ALL_TO_ALL = "as needed", "all to all"
-# of a process that has imported torch, in milliseconds
+# a fork of this process, which has imported torch, takes milliseconds
 FORKS = multiprocessing.get_context("fork")
 RANKS_A_PROCESS = 32
-_GROUPS: list[Any] = []  # of this process: others still communicate with them
+# groups of this process stay alive: other processes still communicate with them
+_GROUPS: list[Any] = []
 _STORE_S = 17e-6
 _LIMIT_S = 600.0
 _MARKS = (
@@ -64,13 +66,16 @@ class Found:
     """Requests to form the group."""
 
     to_work: int
-    """More requests, for the first operations."""
+    """Further requests, for the first operations."""
 
     num_sockets: float
-    """Sockets after these operations that were not there before the group."""
+    """Sockets that the first operations and the group added.
+
+    The mean over the ranks of a process.
+    """
 
     formed_s: float
-    """When the group was formed, on the machine's monotonic clock."""
+    """Time at which the group was formed, in seconds on the monotonic clock."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,19 +86,19 @@ class Row:
     """Ranks of the group."""
 
     way: str
-    """How ranks connect."""
+    """How ranks connect: `AS_NEEDED` or `ALL_TO_ALL`."""
 
     to_form: int
-    """Requests of the rank with the most, to form the group."""
+    """Requests to form the group, of the rank with the most."""
 
     to_work: int
-    """More requests of that rank, for the first operations."""
+    """Further requests for the first operations, of the rank with the most."""
 
     num_sockets: float
-    """Sockets a rank."""
+    """Sockets per rank, mean over all ranks."""
 
     seconds: float
-    """Seconds until all ranks have formed the group."""
+    """Time until all ranks have formed the group, in seconds."""
 
     def __str__(self) -> str:
         store_s = self.num_ranks * (self.to_form + self.to_work) * _STORE_S
@@ -103,7 +108,12 @@ class Row:
 
 
 def measure(num_ranks: int, way: str) -> Row:
-    """Form a group of all ranks, and let them communicate."""
+    """Form a group of all ranks, run the first operations, and return the counts.
+
+    Args:
+        num_ranks: The ranks of the group.
+        way: `AS_NEEDED` or `ALL_TO_ALL`.
+    """
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     num_processes = math.ceil(num_ranks / RANKS_A_PROCESS)
     pipes = [FORKS.Pipe() for _ in range(num_processes)]
@@ -114,7 +124,7 @@ def measure(num_ranks: int, way: str) -> Row:
         processes.append(FORKS.Process(target=_be_ranks, args=arguments, daemon=True))
         processes[-1].start()
     for here, _ in pipes:
-        here.recv()  # connected to the store
+        here.recv()  # all ranks have a client of the store
     began_s = time.monotonic()
     for here, _ in pipes:
         here.send("begin")
@@ -137,8 +147,10 @@ def measure(num_ranks: int, way: str) -> Row:
 def _be_ranks(
     ranks: Sequence[int], num_ranks: int, way: str, port: int, pipe: Connection
 ) -> None:
-    """Be ranks of the group, a thread each, until this process is killed: others still
-    communicate.
+    """Run ranks of the group, a thread each, until this process is killed.
+
+    The process must stay alive, because other processes still communicate with its
+    groups.
     """
     client = dist.TCPStore("127.0.0.1", port, is_master=False)
     pipe.send("connected")

@@ -1,15 +1,14 @@
-"""One job that lives through a thousand random faults of all classes, and what its
-processes use meanwhile.
+"""Run one job through a thousand random faults of all classes; measure its resources.
 
     python scripts/endurance.py --faults 1000 --ranks 4
         --write benchmarks/endurance_4.md
 
 Faults: SIGKILL, SIGSEGV and SIGTERM at any time or point, several ranks at once, a
 stopped worker, an exception of the hardware, a dead replica daemon, a lost node. The
-job must end as the same training without faults, bit for bit, leave no process and no
-shared memory, and use no more of anything in its last quarter than in its first. The
-summary has the faults by class and the resources over time; the exit status is 1 if a
-promise was broken.
+job must end bit for bit like the same training without faults, and leave no process and
+no shared memory. In the last quarter the job must use no more of any resource than in
+the first quarter. The summary has the faults by class and the resources over time. The
+exit status is 1 if a promise was broken.
 """
 
 from __future__ import annotations
@@ -38,13 +37,14 @@ KINDS = ("supervisor", "daemon", "worker")
 ROWS = 20
 _ITERATIONS_PER_FAULT = 5
 _SECONDS_PER_FAULT = 60.0
-_GROWN_BYTES = 8 * MIB  # the most that libraries cache after the first quarter
+# caches of libraries grow by at most this after the first quarter
+_GROWN_BYTES = 8 * MIB
 _REFERENCE_S = 7200.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """A sample after so many faults, and seconds."""
+    """A sample of resources, with the number of faults and seconds before it."""
 
     faults: int
     seconds: float
@@ -53,22 +53,38 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True)
 class Endured:
-    """A run: its faults, by the store of the job and by class in its events, and its
-    outcome.
-    """
+    """A finished run with faults."""
 
     moments: Sequence[Moment]
+    """Samples of resources, in order."""
+
     faults: int
+    """Number of faults: deaths in the job's result, and killed daemons."""
+
     counts: dict[str, int]
+    """Number of faults in the job's events, by class."""
+
     seconds: float
+    """Time from the start of the job until enough faults were repaired."""
+
     outcome: Outcome
+    """Outcome of the training."""
 
 
 def endure(
     ranks: int, faults: int, iterations: int, seed: int, folder: Path
 ) -> Endured:
-    """Run the job and strike until so many faults were repaired. Raises
-    JobFailedError.
+    """Run a job, and inject faults until enough of them were repaired.
+
+    Args:
+        ranks: The number of ranks.
+        faults: The number of faults.
+        iterations: The number of iterations. No fault is injected in the last five.
+        seed: The seed of the faults.
+        folder: The folder of the job.
+
+    Raises:
+        JobFailedError: The job failed, hung, or left something behind.
     """
     training = (f"train.iterations={iterations}",)
     started_s, moments = time.monotonic(), list[Moment]()
@@ -107,7 +123,7 @@ def _cache_little() -> None:
 
 
 def broken_promises(endured: Endured, reference: Outcome, faults: int) -> list[str]:
-    """Return each promise that the run broke, as a sentence."""
+    """Return the promises that the run broke, in words."""
     broken = (
         []
         if endured.outcome == reference

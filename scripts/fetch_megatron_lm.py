@@ -2,18 +2,20 @@
 
     python scripts/fetch_megatron_lm.py                             the training package
                                                                     of a released wheel
-    python scripts/fetch_megatron_lm.py core_v0.19.0 core_v0.18.2   and the untouched
+    python scripts/fetch_megatron_lm.py core_v0.19.0 core_v0.18.2   and the unchanged
                                                                     sources of these
                                                                     tags
-    python scripts/fetch_megatron_lm.py v0.6.0 v4.5.2               and those of a tag
-                                                                    of Megatron-Bridge,
-                                                                    of ms-swift
+    python scripts/fetch_megatron_lm.py v0.6.0 v4.5.2               and the sources of a
+                                                                    tag of
+                                                                    Megatron-Bridge and
+                                                                    one of ms-swift
 
-The wheel of megatron-core 0.19.2 contains `megatron.training`. It asks for Python 3.12,
-so it is unpacked into a folder of the virtual environment, not installed; on another
-Python the compiled data set helpers come from the installed megatron-core. A tag's
-sources are cloned beside it, from `--source` if that is given. Where either cannot be
-had this says why, and tests that need it are skipped.
+The wheel of megatron-core 0.19.2 contains `megatron.training`. The wheel requires
+Python 3.12, so the script does not install the wheel, but unpacks the wheel into a
+folder of the virtual environment. The compiled data set helpers come from the installed
+megatron-core, so that other releases of Python can use the folder. The sources of a tag
+are cloned beside that folder, from `--source` if given. If the wheel or sources cannot
+be had, the script prints the reason, and tests that need the missing files are skipped.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ _SOURCES = {
     _SWIFT: "https://github.com/modelscope/ms-swift.git",
 }
 _DOWNLOAD_S = 600
-# by megatron-core 0.17 and later, and by its writer of checkpoints
+# packages that megatron-core 0.17 and later, and its writer of checkpoints, import
 _IMPORTED = ("triton", "psutil")
 _SITECUSTOMIZE = """# Python imports this at its start: the wheel asks for typing.override, which is new in 3.12
 import typing
@@ -48,8 +50,9 @@ typing.override = typing_extensions.override
 
 
 def sources_of(tag: str) -> Path:
-    """Return the folder for a tag's sources; what they import beside Megatron is in the
-    wheel's folder.
+    """Return the folder of a tag's sources.
+
+    Packages that the sources import, other than Megatron, are in the wheel's folder.
     """
     return FOLDER.with_name(f"{_repository_of(tag)}-{tag}")
 
@@ -61,8 +64,10 @@ def _repository_of(tag: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Fetch the wheel, and the sources of the tags that the arguments name; return 1 if
-    a named tag is not there.
+    """Fetch the wheel, and the sources of the tags in the arguments.
+
+    Returns:
+        1 if the sources of a tag are missing afterwards, else 0.
     """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -90,8 +95,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _put(folder: Path, make: Callable[[Path], Path]) -> bool:
-    """Make a folder's contents in a temporary one beside it, if the folder is not
-    there; return whether it is now.
+    """Make a folder if missing, and return whether the folder is there now.
+
+    Args:
+        folder: The folder, which is complete or absent.
+        make: Called with a temporary folder beside `folder`; makes a folder in the
+            temporary folder and returns the made folder, which becomes `folder`.
     """
     if folder.exists():
         return True
@@ -113,8 +122,9 @@ def _put(folder: Path, make: Callable[[Path], Path]) -> bool:
 
 
 def _unpack(folder: Path) -> Path:
-    """Return a folder with the wheel's packages, and with those that it imports and the
-    environment lacks.
+    """Return a folder with the packages of the wheel.
+
+    Also with packages that the wheel imports and the environment lacks.
     """
     python = ["--python-version", "3.12"] if sys.version_info < (3, 12) else []
     _pip(
@@ -139,8 +149,9 @@ def _unpack(folder: Path) -> Path:
 
 
 def _clone(folder: Path, source: str | None, tag: str) -> Path:
-    """Return a folder with a tag's sources as they are, and with compiled data set
-    helpers beside them.
+    """Return a folder with the unchanged sources of a tag.
+
+    Sources of Megatron-LM get the compiled data set helpers in addition.
     """
     sources = folder / "sources"
     clone = (

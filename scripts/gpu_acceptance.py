@@ -1,23 +1,23 @@
-"""Accept a machine with a GPU, stage by stage: what the CPU tests cannot show, and the
-numbers of this machine.
+"""Accept a machine with a GPU, by stages that prove more than tests on a CPU can.
 
     python scripts/gpu_acceptance.py                   all stages that the number of
                                                        GPUs allows, one after another
     python scripts/gpu_acceptance.py facts unit        some of them: no stage takes more
                                                        than ten minutes
-    python scripts/gpu_acceptance.py --small           with a small model: what fails
-                                                       for a reason that is not size
+    python scripts/gpu_acceptance.py --small           with a small model: finds
+                                                       failures that do not come from
+                                                       the size of the model
     python scripts/gpu_acceptance.py --cpu             the same stages on a machine
-                                                       without a GPU, in small
-    python scripts/gpu_acceptance.py --at-once 4       four stages at a time, after
-                                                       those that measure
-    python scripts/gpu_acceptance.py --list            stages, their limits, and what
-                                                       they prove
+                                                       without a GPU, with a small model
+    python scripts/gpu_acceptance.py --at-once 4       four stages at a time, after the
+                                                       stages that measure
+    python scripts/gpu_acceptance.py --list            each stage, its time limit, and
+                                                       the facts that the stage proves
 
-Each stage is a process with its own time limit, prints one line of result and writes a
-log; a stage that fails stops no other. The exit status is 1 if one has failed. No
-network is used. The logs, and a table of all results, are in a folder of --out: `full`,
-`small` or `cpu`.
+The stages also measure the machine. Each stage is a process with a separate time limit,
+prints one line of result and writes a log. A failed stage stops no other stage. The
+exit status is 1 if a stage has failed. No network is used. The logs, and a table of all
+results, are in a folder of --out: `full`, `small` or `cpu`.
 """
 
 from __future__ import annotations
@@ -46,14 +46,19 @@ from scripts.acceptance.stages import STAGES, Scale, Stage  # noqa: E402
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The outcome of a stage; `said` is its line of figures, or the last line of an
-    error.
-    """
+    """The outcome of a stage."""
 
     stage: str
+    """Name of the stage."""
+
     passed: bool
+    """Whether the stage ended with status 0 within its time limit."""
+
     seconds: float
+    """Run time of the stage."""
+
     said: str
+    """Line of figures of the stage, or the last line of an error."""
 
     def line(self) -> str:
         return (
@@ -78,7 +83,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--list", action="store_true", help="list the stages")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "gpu_acceptance")
-    # be the process of this stage
+    # run as the process of this stage
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     unknown = [name for name in options.stages if name not in STAGES]
@@ -115,8 +120,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _has_gpus(wanted: int) -> bool:
-    """Return whether so many GPUs are there. One always is: a stage says best why it
-    does not work.
+    """Return whether the machine has this number of GPUs.
+
+    True for one GPU in any case: a stage that runs without a GPU gives the best reason
+    for its failure.
     """
     return (
         wanted <= 1 or len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) >= wanted
@@ -129,7 +136,7 @@ def _run_all(names: Sequence[str], scale: Scale, *, at_once: int) -> list[Result
 
 
 def _run(name: str, stage: Stage, scale: Scale) -> Result:
-    """Run a stage in a process group of its own, which is over when this returns."""
+    """Run a stage in a separate process group, and end all processes of the group."""
     scale.out.mkdir(parents=True, exist_ok=True)
     log, begun_s = scale.out / f"{name}.log", time.monotonic()
     command = [
@@ -142,7 +149,7 @@ def _run(name: str, stage: Stage, scale: Scale) -> Result:
         *([] if scale.out.name == "full" else [f"--{scale.out.name}"]),
     ]
     with log.open("w") as said:
-        # `_end_with_stages` keeps this lock, so that no stage begins after it
+        # `_end_with_stages` keeps this lock, so that no stage begins afterwards
         with _starting:
             process = subprocess.Popen(
                 command,
@@ -176,10 +183,11 @@ def _run(name: str, stage: Stage, scale: Scale) -> Result:
 
 
 def _end_with_stages(*_: object) -> None:
-    """End this process with all stages: jobs of theirs must not outlive it. The main
-    thread starts and awaits none.
+    """End this process with all stages, whose jobs must not outlive this process.
+
+    A signal handler, so called in the main thread, which starts and awaits no stage.
     """
-    # a second one would wait for this one
+    # the handler of a second signal would wait for the lock of this one
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     _starting.acquire()
@@ -189,7 +197,7 @@ def _end_with_stages(*_: object) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of a stage: jobs of torchrun among it."""
+    """End all remaining processes of a stage, including jobs of torchrun."""
     _kill(process)
     process.wait()
 
@@ -205,8 +213,9 @@ def _be(stage: Stage, scale: Scale) -> int:
 
 
 def _write_table(scale: Scale, results: Sequence[Result]) -> None:
-    """Put the results into results.json, beside those of earlier calls, and all of them
-    into results.md.
+    """Write results.json and results.md, including results of earlier calls.
+
+    A new result of a stage replaces the earlier result of that stage.
     """
     path = scale.out / "results.json"
     known = json.loads(path.read_text()) if path.exists() else {}

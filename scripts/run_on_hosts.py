@@ -5,11 +5,11 @@
     python scripts/run_on_hosts.py --servers 2 2 launcher/train.py \\
         +ckpt=flowcheck ckpt.servers=hosts run.dir=RUN
 
-With --servers, the hosts after the job's train nothing, and hold checkpoints
-(ckpt.servers=hosts). Agents meet at the first host's address; gloo uses the hosts' own
-interfaces. Hosts share the machine's files, /dev/shm among them, where each agent's
-ranks have a folder of their own. If an agent fails, the others are ended; the exit
-status is that of the first that failed.
+With --servers, further hosts train nothing and hold checkpoints (ckpt.servers=hosts).
+Agents meet at the first host's address; gloo uses the hosts' own interfaces. All hosts
+share the machine's files, including /dev/shm, where the ranks of each agent have a
+separate folder. If an agent fails, the script ends the other agents. The exit status is
+that of the first agent that failed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,14 @@ _ENDING_S = 20.0
 def agent_command(
     host: int, num_hosts: int, per_host: int, arguments: Sequence[str]
 ) -> list[str]:
-    """Return the command that is the agent of one host."""
+    """Return the command of the agent of a host.
+
+    Args:
+        host: The number of the host, from 0.
+        num_hosts: The number of hosts with an agent.
+        per_host: The number of ranks on each host.
+        arguments: The script and its arguments.
+    """
     torchrun = str(Path(sys.executable).with_name("torchrun"))
     environment = (
         f"GLOO_SOCKET_IFNAME={hosts.INTERFACE}",
@@ -49,8 +56,8 @@ def agent_command(
         f"--nproc-per-node={per_host}",
     )
     processors = sorted(os.sched_getaffinity(0))
-    # one each: ranks with other numbers of threads would add up in another order than
-    # ranks of a job on one host
+    # one processor for each agent, so one thread for each rank: with more threads,
+    # ranks would add up in another order than the ranks of a job on one host
     pinned = (
         "taskset",
         "--cpu-list",
@@ -72,8 +79,11 @@ def agent_command(
 
 
 def server_command(host: int, run: str) -> list[str]:
-    """Return the command that is a checkpoint server on a host, for the job with this
-    run folder.
+    """Return the command of a checkpoint server on a host.
+
+    Args:
+        host: The number of the host, from 0.
+        run: The run folder of the job.
     """
     server = (sys.executable, "-m", "moe_ckpt.cli", "server", run)
     return ["ip", "netns", "exec", hosts.name_of(host), *server]
@@ -82,8 +92,16 @@ def server_command(host: int, run: str) -> list[str]:
 def run(
     num_hosts: int, per_host: int, arguments: Sequence[str], num_servers: int = 0
 ) -> int:
-    """Run the job to its end, with servers on the hosts that follow; return the exit
-    status of its agents.
+    """Run a job to its end.
+
+    Args:
+        num_hosts: The number of hosts with an agent.
+        per_host: The number of ranks on each host.
+        arguments: The script and its arguments.
+        num_servers: The number of further hosts, each with a checkpoint server.
+
+    Returns:
+        0, or the exit status of the first agent that failed.
     """
     agents = [
         subprocess.Popen(
@@ -107,7 +125,7 @@ def run(
 
 
 def run_folder(arguments: Sequence[str]) -> str:
-    """Return the run folder that a job's overrides name; empty if none does."""
+    """Return the run folder in a job's overrides; empty if no override names one."""
     return next(
         (word.partition("=")[2] for word in arguments if word.startswith("run.dir=")),
         "",
@@ -115,9 +133,7 @@ def run_folder(arguments: Sequence[str]) -> str:
 
 
 def _wait(agents: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Return the status of the first agent that fails, or 0 once all have ended
-    well.
-    """
+    """Return the status of the first agent that fails, or 0 if all have ended well."""
     while True:
         statuses = [agent.poll() for agent in agents]
         failed = [status for status in statuses if status]
@@ -125,11 +141,12 @@ def _wait(agents: Sequence[subprocess.Popen[bytes]]) -> int:
             return failed[0]
         if all(status == 0 for status in statuses):
             return 0
-        time.sleep(_LOOK_EVERY_S)  # several processes: there is nothing to block on
+        # with several processes there is nothing to block on
+        time.sleep(_LOOK_EVERY_S)
 
 
 def _end(agents: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End the agents that still run, and their workers with them."""
+    """End the processes that still run, each with its process group."""
     running = [agent for agent in agents if agent.poll() is None]
     for agent in running:
         os.killpg(agent.pid, signal.SIGTERM)

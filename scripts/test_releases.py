@@ -1,18 +1,19 @@
-"""Test one set of releases in a clean environment, and write the row of
-docs/releases.md.
+"""Test one set of releases in a clean environment; write its row of docs/releases.md.
 
     python scripts/test_releases.py --torch 2.15.0
     python scripts/test_releases.py --torch 2.15.0 --megatron 0.19.2 --python python3.12
     python scripts/test_releases.py --torch 2.14.1 --tests default
     python scripts/test_releases.py --torch 2.15.0 --python python3.13 --tests wheel
 
-Makes a virtual environment and a checkout of the newest commit in a temporary folder,
-installs that checkout with these releases, and runs the tests there: changes that are
-not committed are not tested. `--folder` keeps both for the next call. PyPI's torch has
-CUDA and takes 5 GB; it behaves unlike a CPU build on a machine without a GPU, too.
+The script makes a virtual environment and a checkout of the newest commit in a
+temporary folder, installs the checkout with these releases, and runs the tests there.
+Uncommitted changes are not tested. `--folder` keeps environment and checkout for the
+next call. PyPI's torch has CUDA and takes 5 GB; even on a machine without a GPU, this
+torch behaves unlike a CPU build.
 
-`--tests groups`: process groups, engine, exactness and ends of jobs. `default`: what
-plain `pytest` runs. `wheel`: the wheel without extras, and the README's first commands.
+`--tests groups`: process groups, engine, exactness and ends of jobs. `default`: the
+tests of plain `pytest`. `wheel`: the wheel without extras, and the README's first
+commands.
 """
 
 from __future__ import annotations
@@ -59,22 +60,35 @@ class Row:
     """One line of the table: the releases that were tested, and the result."""
 
     torch: str
-    """Its version, with the CUDA of the build."""
+    """Version of torch, with the CUDA of the build."""
+
     megatron: str
-    """The version of megatron-core."""
+    """Version of megatron-core."""
+
     python: str
+    """Version of Python."""
+
     tests: str
     """`groups`, `default` or `wheel`."""
+
     day: str
+    """Date in ISO format."""
+
     commit: str
+    """Short hash of the tested commit."""
+
     passed: int
+    """Number of tests that passed."""
+
     failed: int
-    """Failures and errors."""
+    """Number of failures and errors."""
+
     skipped: int
+    """Number of skipped tests."""
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What another run has to share to replace this row."""
+        """Values by which the row of a later run replaces this row."""
         return (self.torch, self.megatron, self.python, self.tests)
 
 
@@ -92,8 +106,9 @@ HEAD = (
 
 
 def with_row(page: str, row: Row) -> str:
-    """Return a page whose table has this row, in place of an older one of the same
-    releases and tests.
+    """Return a page with a row in its table.
+
+    The row replaces an older row of the same releases and tests.
     """
     begin, end = MARKS
     before, _, rest = page.partition(begin)
@@ -122,7 +137,8 @@ def _rows_of(table: str) -> list[Row]:
         counts = {
             name: int(cells.pop(name)) for name in ("passed", "failed", "skipped")
         }
-        rows.append(Row(**cells, **counts))  # pyright: ignore[reportArgumentType] - counts are the integers
+        # the fields that are integers are in `counts`
+        rows.append(Row(**cells, **counts))  # pyright: ignore[reportArgumentType]
     return rows
 
 
@@ -131,8 +147,10 @@ def _numbers(version: str) -> list[int]:
 
 
 def counts_of(report: str) -> tuple[int, int, int]:
-    """Return how many tests passed, failed and were skipped, from pytest's report in
-    JUnit's XML.
+    """Return the numbers of tests that passed, failed and were skipped.
+
+    Args:
+        report: pytest's report, in JUnit's XML.
     """
     suites = list(ElementTree.fromstring(report).iter("testsuite"))
     total, failures, errors, skipped = (
@@ -144,13 +162,13 @@ def counts_of(report: str) -> tuple[int, int, int]:
 
 
 class Environment:
-    """A virtual environment in a folder, with a checkout of the newest commit beside
-    it.
+    """A virtual environment in a folder, beside a checkout of the newest commit.
 
     Args:
-        folder: Made unless it is there; its environment is used again.
+        folder: The folder, which is made if missing. An environment in the folder is
+            used again.
         interpreter: The Python of the environment.
-        empty: Make the environment anew, without what an earlier call has installed.
+        empty: Whether to make the environment anew, without packages of earlier calls.
     """
 
     def __init__(self, folder: Path, interpreter: str, *, empty: bool) -> None:
@@ -174,7 +192,7 @@ class Environment:
         )
 
     def run(self, *arguments: str) -> str:
-        """Run the environment's Python in the checkout, and return what it prints."""
+        """Run the environment's Python in the checkout, and return standard output."""
         return _run(str(self.python), *arguments, cwd=self.checkout)
 
     def version_of(self, package: str) -> str:
@@ -183,7 +201,7 @@ class Environment:
         ).strip()
 
     def torch_version(self) -> str:
-        """Return torch's version with its CUDA, which pip leaves out."""
+        """Return torch's version with the CUDA of the build, which pip leaves out."""
         return self.run(
             "-W", "ignore", "-c", "import torch; print(torch.__version__)"
         ).strip()
@@ -195,8 +213,13 @@ class Environment:
 
 
 def require_whole_run(status: int) -> None:
-    """Raise RuntimeError unless pytest ran all selected tests: an interrupted run has a
-    report, too.
+    """Check that pytest ran all selected tests; an interrupted run has a report, too.
+
+    Args:
+        status: The exit status of pytest.
+
+    Raises:
+        RuntimeError: pytest did not run all selected tests.
     """
     if status not in (0, 1):  # 1: tests failed
         raise RuntimeError(
@@ -207,8 +230,13 @@ def require_whole_run(status: int) -> None:
 def run_tests(
     environment: Environment, tests: str, arguments: Sequence[str]
 ) -> tuple[int, int, int]:
-    """Run a selection of tests; return how many passed, failed and were skipped."""
-    # as `make dev`, without which tests of attached loops and of pages are skipped
+    """Run a selection of tests; return the numbers of passed, failed and skipped tests.
+
+    Raises:
+        RuntimeError: pytest did not run all selected tests.
+    """
+    # like `make dev`; without these scripts, tests of attached loops and of pages are
+    # skipped
     if tests == "default":
         for script in ("install_browser.py", "fetch_megatron_lm.py"):
             environment.run(f"scripts/{script}")
@@ -222,7 +250,7 @@ def run_tests(
         *SELECTIONS[tests],
         *arguments,
     ]
-    # as in an activated environment, whose `python` the scripts take
+    # like an activated environment, because scripts call `python`
     path = f"{environment.python.parent}{os.pathsep}{os.environ['PATH']}"
     variables = os.environ | {"PATH": path}
     status = subprocess.run(
@@ -235,14 +263,15 @@ def run_tests(
 def try_wheel(
     environment: Environment, releases: Sequence[str]
 ) -> tuple[int, int, int]:
-    """Install the wheel, without extras and then with the launcher's, and run commands
-    outside the checkout.
+    """Install the wheel and run commands outside the checkout.
+
+    The wheel is installed without extras first, and then with the launcher's packages.
 
     Returns:
-        How many commands passed and failed, and 0.
+        The numbers of commands that passed and failed, and 0 for skipped commands.
     """
     dist = environment.checkout.parent / "dist"
-    shutil.rmtree(dist, ignore_errors=True)  # of an earlier call with this folder
+    shutil.rmtree(dist, ignore_errors=True)  # left by an earlier call with this folder
     environment.install("build")
     environment.run("-m", "build", "--wheel", "-o", str(dist))
     (wheel,) = dist.glob("*.whl")
@@ -280,8 +309,12 @@ def try_wheel(
 
 
 def _ends_well(printed: re.Pattern[str], *command: str, status: int = 0) -> bool:
-    """Run a command in an empty folder; return whether it ends with this status and
-    prints what it should.
+    """Run a command in an empty folder, and return whether the command works.
+
+    Args:
+        printed: A pattern that the output must contain.
+        command: The command.
+        status: The exit status that the command must have.
     """
     with tempfile.TemporaryDirectory() as folder:
         ended = subprocess.run(
@@ -323,9 +356,7 @@ def _run(*command: str, cwd: Path | None = None) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Test what the command line names, and write its row; return 1 if a test
-    failed.
-    """
+    """Run the tests of the command line and write their row; return 1 if one failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,10 +1,12 @@
-"""Write the captures that the mirror's parser is tested with: `python
-scripts/write_captures.py`. Needs root.
+"""Write the captures for tests of the mirror's parser.
+
+    python scripts/write_captures.py           needs root
 
 Three ranks on three hosts (scripts/hosts.py) reduce a mark, then two buckets of
-gradients in each of two iterations, with a norm and a barrier between, as a training
-step does. The mirror port's frames go to tests/mirror/captures/ring.pcap; gradients are
-functions of (iteration, bucket, rank, element), so that the tests know the sums.
+gradients and a norm in each of two iterations, as training steps do, and end with a
+barrier. The frames of the mirror port are written to tests/mirror/captures/ring.pcap.
+Gradients are functions of (iteration, bucket, rank, element), so that tests can compute
+the sums.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ _READY, _DONE = b"ready\n", b"done\n"
 
 
 def gradient(iteration: int, bucket: int, rank: int, size: int) -> torch.Tensor:
-    """Return small whole numbers, whose sums are exact in any order."""
+    """Return a gradient of small whole numbers, whose sums are exact in any order."""
     return (
         torch.arange(size, dtype=torch.float32) % 1000
         + 1000 * bucket
@@ -45,7 +47,7 @@ def gradient(iteration: int, bucket: int, rank: int, size: int) -> torch.Tensor:
 
 
 def be_rank(rank: int) -> None:
-    """Run the collective operations of all iterations."""
+    """Run the collective operations of all iterations on one rank."""
     os.environ["GLOO_SOCKET_IFNAME"] = hosts.INTERFACE
     store = dist.TCPStore(hosts.address_of(0), _PORT, NUM_RANKS, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
@@ -59,7 +61,7 @@ def be_rank(rank: int) -> None:
 
 
 def be_mirror(path: Path) -> None:
-    """Write all frames to a pcap file, until standard input ends."""
+    """Capture all frames until a line of standard input, and write a pcap file."""
     with socket.socket(
         socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ALL_PROTOCOLS)
     ) as port:
@@ -82,7 +84,7 @@ def _frames(port: socket.socket) -> list[bytes]:
 
 
 def write_pcap(path: Path, frames: Sequence[bytes]) -> None:
-    """Write frames in the classic little-endian format, link type Ethernet."""
+    """Write frames in the classic little-endian pcap format, link type Ethernet."""
     with path.open("wb") as file:
         file.write(struct.pack("<IHHiIII", 0xA1B2C3D4, 2, 4, 0, 0, 1 << 18, 1))
         for number, frame in enumerate(frames):
@@ -93,8 +95,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)  # be this rank
-    # be the process that captures into this file
+    # run as this rank
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    # run as the process that captures into this file
     parser.add_argument("--mirror", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank is not None:
@@ -113,7 +116,7 @@ def main() -> int:
 
 
 def capture(path: Path) -> None:
-    """Run the mirror and the ranks, each in its namespace."""
+    """Run the capturing process and the ranks, each in its network namespace."""
     inside = lambda namespace, *arguments: [  # noqa: E731
         *("ip", "netns", "exec", namespace, sys.executable, __file__, *arguments)
     ]

@@ -1,10 +1,11 @@
-"""Writes docs/configuration.md from the comments in conf/: `python
-scripts/write_configuration.py`.
+"""Write docs/configuration.md from the comments in conf/.
 
-Each key of a YAML file stands on a line `key: value  # meaning`; a nested key has the
-names of its parents before it. Each policy has a table of its own. In other groups a
-key that several files share is one row; a value or meaning that differs between files
-is shown with its files.
+    python scripts/write_configuration.py
+
+Each key of a YAML file stands on a line `key: value  # meaning`. The page shows a
+nested key after the names of its parents. Each policy has a separate table. In other
+groups, a key that several files share has one row; a value or meaning that differs
+between files is shown with the names of the files.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ GROUPS = ("ckpt", "model", "parallel", "precision", "data", "train", "runtime", 
 OF_POLICIES = "ckpt"
 """The group whose files are policies."""
 
-# a value that is another one in more files is shown as a range of examples
+# a key with more different values shows only its first values, as examples
 MANY_FILES = 4
 _KEY = re.compile(
     r"(?P<indent> *)(?P<key>\w+):(?: +(?P<value>[^#]*?))? *(?:# (?P<meaning>.*))?$"
@@ -42,18 +43,27 @@ Generated from the comments in [conf/](../conf) by `scripts/write_configuration.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """One key of one file: `key` with its parents' names, `value` as YAML, and its
-    comment.
-    """
+    """One key of one file."""
 
     file: str
+    """Name of the file, without its ending."""
+
     key: str
+    """Key with the names of its parents, joined by points."""
+
     value: str
+    """Value, as YAML."""
+
     meaning: str
+    """Comment of the key."""
 
 
 def read_settings(path: Path) -> list[Setting]:
-    """Return the settings of a file. Raises ValueError for a key without a comment."""
+    """Return the settings of a file.
+
+    Raises:
+        ValueError: A key has no comment.
+    """
     settings: list[Setting] = []
     parents: list[tuple[int, str]] = []
     for line in path.read_text().splitlines():
@@ -82,8 +92,11 @@ def read_settings(path: Path) -> list[Setting]:
 
 
 def table(settings: Sequence[Setting], num_files: int) -> list[str]:
-    """Return a group's settings as rows of a table, in the order in which the files
-    first name them.
+    """Return the lines of a table of a group's settings.
+
+    Args:
+        settings: The settings. Keys keep the order of their first occurrences.
+        num_files: The number of files of the group. With 1, no column names files.
     """
     by_key: dict[str, list[Setting]] = {}
     for setting in settings:
@@ -115,7 +128,7 @@ def _values(each: Sequence[Setting]) -> str:
 
 
 def _grouped(texts: Mapping[str, str]) -> str:
-    """Return one text, or each of several with the files that have it."""
+    """Return the only text, or each of several texts with the names of its files."""
     files: dict[str, list[str]] = {}
     for file, text in texts.items():
         files.setdefault(text, []).append(file)

@@ -1,8 +1,9 @@
-"""Write the golden losses of the tiny preset again: `python scripts/write_golden.py`,
-then look at the difference.
+"""Write the golden losses of the tiny preset again.
 
-Each release of torch has its own: 2.11 and 2.13 draw other BF16 values from the same
-generator, so that initial weights differ.
+    python scripts/write_golden.py             then look at the difference
+
+Each release of torch has separate losses: 2.11 and 2.13 draw other BF16 values from the
+same generator, so initial weights differ.
 """
 
 from __future__ import annotations
@@ -24,13 +25,19 @@ from tests.training import LICENSE_AS_TEXT, events_of
 GOLDEN = ROOT / "tests" / "launcher" / "golden_tiny.json"
 RELEASE = ".".join(torch.__version__.split(".")[:2])
 NUM_ITERATIONS = 12
-# nats; bf16 sums in another order differ by far less, a changed algorithm by far more
+# nats; BF16 sums in another order differ by far less, a changed algorithm by far more
 TOLERANCE = 0.02
 
 
 def losses_of_tiny(folder: Path, iterations: int) -> dict[str, list[float]]:
-    """Train the tiny preset on 4 ranks; return its losses, and those of its
-    evaluations.
+    """Train the tiny preset on 4 ranks.
+
+    Args:
+        folder: The run folder.
+        iterations: The number of iterations.
+
+    Returns:
+        `losses` of the iterations, and `eval_losses` of the evaluations.
     """
     run_ranks(4, _train, folder, iterations, timeout_s=120)
     kinds = {"losses": IterationCommitted, "eval_losses": Evaluated}

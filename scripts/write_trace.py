@@ -1,9 +1,11 @@
-"""Write a synthetic failure trace: `python scripts/write_trace.py [--seed 0] >
-traces/synthetic_6h.csv`.
+"""Write a synthetic failure trace.
 
-Random times, exponentially far apart, at which nodes go and come back later; most of
-them alone, some in bursts, as in the traces of spot instances that the MoEvement paper
-uses. Columns: seconds, add|remove, number; see moe_ckpt/faults/traces.py.
+    python scripts/write_trace.py [--seed 0] > traces/synthetic_6h.csv
+
+Nodes disappear at random times, exponentially far apart, and come back later. Most
+nodes disappear alone, some in bursts, as in the traces of spot instances that the
+MoEvement paper uses. Columns: seconds, add|remove, number of nodes; see
+moe_ckpt/faults/traces.py.
 """
 
 from __future__ import annotations
@@ -14,15 +16,22 @@ import sys
 
 ALONE = 0.6  # share of the faults that take one node
 LARGEST = 4  # nodes of a burst
-AWAY_S = (150.0, 400.0)  # until they are back
+AWAY_S = (150.0, 400.0)  # until the nodes come back
 
 
 def events(*, hours: float, count: int, seed: int) -> list[tuple[int, str, int]]:
-    """Return time in seconds, what happened, and to how many nodes, by time; nodes go
-    `count` times.
+    """Return the events of a trace, in order of time.
+
+    Args:
+        hours: Length of the trace.
+        count: How many times nodes disappear.
+        seed: Seed of the random numbers.
+
+    Returns:
+        Each event as (time in seconds, `add` or `remove`, number of nodes).
     """
     generator = random.Random(seed)
-    # a Poisson process of so many points
+    # a Poisson process with this number of points
     times_s = sorted(generator.uniform(0, 3600 * hours) for _ in range(count))
     lines: list[tuple[int, str, int]] = []
     for at_s in times_s:

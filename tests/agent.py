@@ -1,11 +1,11 @@
-"""A small torchrun for tests: starts the supervisors of a job, gives them a store, ends
-them all when one has failed.
+"""A small torchrun for tests: starts the supervisors of a job and hosts their store.
 
-It is forked, like its supervisors, from the process that has imported everything slow:
-torchrun's own start takes seconds. As torchrun's agent it is the supervisors' parent
-and the store's host, so killing it is killing torchrun. All processes of a job but the
-janitor of its shared memory are in the agent's session. SIGUSR2 lets any of them write
-its stacks.
+The agent ends all supervisors when one has failed. Agent and supervisors are forked
+from the process that has imported everything slow, because torchrun's own start takes
+seconds. Like torchrun's agent, this agent is the parent of the supervisors and the host
+of the store, so killing the agent has the effect of killing torchrun. All processes of
+a job except the janitor of the job's shared memory are in the agent's session. A
+supervisor or worker that receives SIGUSR2 writes its stacks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ENDING_S = 30.0
 def run_agent(
     settings: Settings, world_size: int, folder: Path, setup: Callable[[], None] | None
 ) -> None:
-    """Be the agent of a job of the launcher; see `run_job`."""
+    """Run the agent of a job of the launcher; see `run_job`."""
     run_job(lambda: _supervise(settings), world_size, folder, setup)
 
 
@@ -45,11 +45,16 @@ def run_job(
     folder: Path,
     setup: Callable[[], None] | None,
 ) -> None:
-    """Be the agent of a job; `supervise` runs in each of its supervisors and returns
-    the exit status.
+    """Run the agent of a job in this process, and end the process with the job.
 
-    The exit status is that of the first supervisor that fails. Supervisors write to
-    `supervisor_log`.
+    The exit status is 0, or that of the first supervisor that fails. Supervisors write
+    to `supervisor_log`.
+
+    Args:
+        supervise: Runs in each supervisor; returns the exit status of the supervisor.
+        world_size: The number of ranks, each of which has a supervisor.
+        folder: The folder of the logs.
+        setup: Called in the agent before the supervisors are forked.
     """
     os.setsid()
     if setup:
@@ -59,7 +64,7 @@ def run_job(
         _fork_supervisor(supervise, rank, world_size, folder, pipes)
         for rank in range(world_size)
     ]
-    # after the forks: it has threads
+    # created after the forks, because the store has threads
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for reading, writing in pipes:
         os.write(writing, str(store.port).encode())
@@ -71,7 +76,7 @@ def run_job(
 
 
 def supervisor_log(folder: Path, global_rank: int) -> Path:
-    """Return where a supervisor and its workers write what they say."""
+    """Return the file of standard output and error of a supervisor and its workers."""
     return folder / f"supervisor{global_rank}.log"
 
 
@@ -124,7 +129,7 @@ def _be_heard(path: Path) -> None:
 
 
 def _set_environment(rank: int, world_size: int, port: str) -> None:
-    """Set what torchrun sets."""
+    """Set the environment variables that torchrun sets."""
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -142,8 +147,10 @@ def _set_environment(rank: int, world_size: int, port: str) -> None:
 
 
 def _wait_for_supervisors(pids: set[int]) -> int:
-    """Return 0 once all supervisors have, or the status of the first that has not, once
-    the others are ended.
+    """Wait until all supervisors have ended; end the others after a failure.
+
+    Returns:
+        0, or the absolute status of the first supervisor that failed.
     """
     while pids:
         pid, status = os.waitpid(-1, 0)

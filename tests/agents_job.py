@@ -1,7 +1,7 @@
-"""Jobs of several torchrun agents on this machine for tests: each is a node of one
-rank; the last ones are spare nodes.
+"""Jobs of several torchrun agents on this machine, for tests.
 
-As on several machines, an agent is lost with all its processes and their shared memory.
+Each agent is a node of one rank; the last agents are spare nodes. As on several
+machines, an agent is lost together with all its processes and their shared memory.
 """
 
 from __future__ import annotations
@@ -29,13 +29,19 @@ from tests.waits import JOB_S
 _PATIENT = ("runtime.join_s=900", "runtime.progress_s=300", "runtime.operation_s=400")
 _LOOK_EVERY_S = 0.05
 _TORCHRUN = Path(sys.executable).with_name("torchrun")
-# seconds until torchrun gives up a node that is lost
+# torchrun gives up a lost node within seconds
 _SOON = "keep_alive_interval=1,keep_alive_max_attempt=5"
 
 
 class AgentsJob:
-    """A job of `num_nodes` ranks that ends with `stack`; `rendezvous` are the options
-    that agents meet by.
+    """A job of one rank per node; all its processes end when `stack` closes.
+
+    Args:
+        stack: Ends the job.
+        folder: The folder of the run folder and of the agents' logs.
+        num_nodes: The number of ranks.
+        rendezvous: torchrun's options of the rendezvous of the agents.
+        overrides: Settings of the launcher.
     """
 
     def __init__(
@@ -73,8 +79,8 @@ class AgentsJob:
     def start_agent(self) -> None:
         """Start another agent."""
         processors = sorted(os.sched_getaffinity(0))
-        # one each: ranks with other numbers of threads would add up in another order
-        # than those of the reference
+        # one processor for each agent, so one thread for each rank: with more threads,
+        # ranks would add up in another order than the ranks of the reference
         pinned = (
             "taskset",
             "--cpu-list",
@@ -128,10 +134,10 @@ class AgentsJob:
         return parent_of(self.worker(rank).supervisor_pid)
 
     def lose(self, rank: int) -> None:
-        """Kill all processes of a rank's node at once, and delete its memory."""
+        """Kill all processes of a rank's node at once, and delete the node's memory."""
         memory = Path(self.worker(rank).memory).parent
         pids = _with_descendants(self.agent_of(rank))
-        # none acts on the death of another
+        # all are stopped first, so that no process acts on the death of another
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
@@ -153,8 +159,14 @@ class AgentsJob:
         return json.loads(path.read_text())
 
     def wait_for(self, is_there: Callable[[], bool], what: str) -> None:
-        """Wait for a sign in files, or an end. Raises AssertionError, with all that was
-        said, if it does not come.
+        """Wait for a condition that files or ended processes show.
+
+        Args:
+            is_there: Returns whether the condition holds.
+            what: The condition in words, for the message of an error.
+
+        Raises:
+            AssertionError: The job or its time has ended first; with all agents' logs.
         """
         while not is_there():
             assert time.monotonic() < self._until_s, (

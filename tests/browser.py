@@ -1,5 +1,6 @@
-"""A headless Chromium for tests of pages: the one that `make dev` installs, or the
-machine's own.
+"""A headless Chromium for tests of pages.
+
+The browser is the one that `make dev` installs, or else the machine's own.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ARTEFACTS = ROOT / "artefacts"
 
 @contextlib.contextmanager
 def chromium() -> Iterator[Browser]:
-    """Yield a browser; skip the test where there is none."""
+    """Yield a browser, or skip the test if there is none."""
     folder = next((each for each in _INSTALLED if (each / "chromium").exists()), None)
     own = next((found for name in _OWN if (found := shutil.which(name))), None)
     program = str(folder / "chromium") if folder else own

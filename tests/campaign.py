@@ -1,18 +1,17 @@
-"""A campaign: one job that lives through many faults, each at an exact point and each
-with its own expectation.
+"""A campaign: one job that survives many faults, each with its own expectation.
 
-All points are known to all ranks before the job starts, so nothing depends on how fast
-the test reads or writes. A fault is one of two kinds:
+Each fault strikes at an exact point. All ranks have all points before the job starts,
+so nothing depends on how fast the test reads or writes. There are two kinds of faults:
 
     Fault(at=[Point(2, BACKWARD, 5)], ...)                rank 2 sends itself SIGKILL
                                                           there
     Fault(at=[Point(2, REDUCE, 5)], kills=[2, 3], ...)    rank 2 stands still there,
                                                           then the test kills both ranks
 
-Points after the first are reached in the generations that the earlier points have
-begun: a death during a recovery. After the job, each fault is checked by itself: the
-`Rejoined` event of every rank, the ranks that replayed, and each loss and each digest
-of the state up to the next fault. A failure names the fault.
+A fault with several points is a death during a recovery: ranks reach the points after
+the first in generations that earlier points have begun. After the job, each fault is
+checked separately: the `Rejoined` event of every rank, the ranks that replayed, and
+each loss and each digest of the state up to the next fault. A failure names the fault.
 """
 
 from __future__ import annotations
@@ -65,75 +64,102 @@ from tests.run_files import EVENTS_OF_EVERY_RUN, RESULT_KEYS, kinds_of_events
 from tests.training import events_of
 
 HANGS_END_SOON = "runtime.heartbeat_s=5"
-"""Of campaigns in which ranks hang; one that stands still for the test counts as alive
-(`_hold`).
+"""Setting of campaigns in which ranks hang.
+
+A rank that stands still for the test counts as alive nevertheless (`_hold`).
 """
 
-# longer than the test needs to do what is due then, beside any load
+# longer than the test needs to carry out a fault, under any load of the machine
 _HOLD_NS = 120 * 10**9
 
 
 class Moment(Enum):
-    """Points that no phase marks.
-
-    VOTE: the rank is ready for the vote on its gradients, so all ranks have its last
-    snapshot. COPYING: after a recovery, the rank has begun to send copies, and trains
-    no further.
-    """
+    """Points that no phase marks."""
 
     VOTE = "vote"
+    """The rank is about to vote on its gradients: all ranks have its last snapshot."""
+
     COPYING = "copying"
+    """After a recovery, the rank has begun to send copies, and has not trained yet."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """Where a rank receives `number`: as it enters `phase` of `iteration` for the (skip
-    + 1)th time.
-
-    Phases of a recovery (JOIN, RECOVERY) and BUILD, which begins with the process, take
-    no iteration.
-    """
+    """A point at which a rank receives a signal."""
 
     rank: int
+    """Global rank."""
+
     phase: Phase | Moment
+    """The phase that the rank enters at this point."""
+
     iteration: int = ANY_ITERATION
+    """Iteration of the phase.
+
+    Not set for phases of a recovery (JOIN, RECOVERY) and for BUILD, which begins with
+    the process.
+    """
+
     skip: int = 0
+    """Number of times that the rank first enters the phase without a signal."""
+
     number: signal.Signals = signal.SIGKILL
+    """The signal, which the rank sends to itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault, and the recovery from it.
-
-    `kills`: ranks that `then` kills while the rank of the last point stands still
-    there, which then goes on if it lives. Without `kills`, the rank of the last point
-    dies by itself.
-
-    `back_to`: the iteration that all ranks go on from, or those of which one must be
-    it, where it is the timing of copies that decides. `replaying`: ranks that load a
-    snapshot. `executed`: iterations that each of these runs again, or a number for each
-    by rank; the others run none. Neither is checked where it is None: there it depends
-    on timing. `fetched`: whether any rank reads a peer's copies. `resumed`: the place
-    on disk that all ranks load, `local disk` or a checkpoint's name.
-
-    `steps_down`: states that are loaded after that and turn out corrupt, as (iteration
-    of the loss, source); the state and the losses are compared from the load of the
-    last source on. `diverges`: iterations in which the test lets the loss be NaN.
-    """
+    """One fault, and the expected recovery from the fault."""
 
     name: str
+    """Name of the fault, for messages."""
+
     at: Sequence[Point]
+    """Points at which ranks die, or stand still with `kills`, in order."""
+
     back_to: int | Collection[int]
+    """Iteration from which all ranks go on.
+
+    Several iterations where the timing of copies decides between these iterations.
+    """
+
     replaying: Collection[int] | None
+    """Ranks that load a snapshot. None: depends on timing, and is not checked."""
+
     executed: int | Mapping[int, int] | None
+    """Number of iterations that each rank of `replaying` runs again.
+
+    One number, or a number for each rank. All other ranks run none again. None: depends
+    on timing, and is not checked.
+    """
+
     fetched: bool = False
+    """Whether any rank reads a peer's copies."""
+
     resumed: str = ""
+    """Place on disk that all ranks load: `local disk` or the name of a checkpoint."""
+
     steps_down: Sequence[tuple[int, str]] = ()
+    """States that ranks load after `resumed` and that turn out to be corrupt.
+
+    Each as (iteration of the loss, source). State and losses are compared from the load
+    of the last source on.
+    """
+
     diverges: Collection[int] = ()
+    """Iterations in which the test makes the loss NaN."""
+
     kills: Sequence[int] | None = None
+    """Ranks that `then` kills while the rank of the last point stands still there.
+
+    That rank goes on afterwards if it is alive. None: the rank of the last point dies
+    by its own signal.
+    """
+
     then: Callable[[ElasticJob, Sequence[int]], object] = lambda job, ranks: job.kill(
         *ranks
     )
+    """Strikes the job; called with the job and `kills`."""
 
     @property
     def may_go_back_to(self) -> Collection[int]:
@@ -145,33 +171,37 @@ class Fault:
 
     @property
     def dead(self) -> list[int]:
-        """Ranks that die, each as often as it does."""
+        """Ranks that die; a rank that dies several times is listed several times."""
         points = self.at[:-1] if self.is_held else self.at
         return [*(point.rank for point in points), *(self.kills or ())]
 
     @property
     def num_generations(self) -> int:
-        """How many generations it ends: a process that dies while it builds its model
-        is part of none yet.
+        """Number of generations that the fault ends.
+
+        A process that dies while it builds its model is not in a generation yet.
         """
         return sum(point.phase is not Phase.BUILD for point in self.at)
 
 
 @dataclass(frozen=True)
 class Order:
-    """A point in a generation of the job and an incarnation of the rank; `holds`: the
-    rank stands still there.
-    """
+    """A point in a generation of the job."""
 
     generation: int
+    """Generation of the job, from 1."""
+
     incarnation: int
+    """Number of earlier processes of the rank."""
+
     point: Point
+    """The point."""
+
     holds: bool
+    """Whether the rank stands still at the point, in place of the point's signal."""
 
     def is_due(self, page: StatusPage, phase: Phase | Moment) -> bool:
-        """Return whether the calling process has come to the point, not counting
-        `skip`.
-        """
+        """Return whether the calling process is at the point, regardless of `skip`."""
         here = (self.generation, self.point.rank, self.point.phase) == (
             page.generation,
             _own_rank(),
@@ -182,14 +212,19 @@ class Order:
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """A rank's events from one generation that trained to the next: `recovery` led to
-    `rejoined`, `events` followed.
-    """
+    """A rank's events from one generation that trained to the next."""
 
     global_rank: int
+    """The rank."""
+
     recovery: list[Event]
+    """Events of the recovery before `rejoined`."""
+
     rejoined: Rejoined | None
+    """End of the recovery; None for the stretch from the start of the job."""
+
     events: list[Event]
+    """Events after `rejoined`."""
 
     @property
     def generation(self) -> int:
@@ -197,7 +232,7 @@ class Stretch:
 
     @property
     def dead(self) -> list[int]:
-        """Ranks that the generation before has lost."""
+        """Ranks that the previous generation has lost."""
         deaths = self.rejoined.deaths if self.rejoined else []
         return [
             int(found[1])
@@ -223,8 +258,9 @@ class Stretch:
 
     @property
     def stepped_down(self) -> list[tuple[int, str]]:
-        """The sources that the rank has left because of a loss that was not finite,
-        with the iteration of the loss.
+        """Sources that the rank has left after a loss that was not finite.
+
+        Each with the iteration of the loss.
         """
         return [
             (event.iteration, event.source)
@@ -234,8 +270,9 @@ class Stretch:
 
     @property
     def stepped_down_to(self) -> int:
-        """The iteration of the source that the rank has loaded last without a new
-        generation; 0 for none.
+        """Iteration of the source that the rank has loaded last in this generation.
+
+        0 if the rank has loaded none after `rejoined`.
         """
         return next(
             (
@@ -248,7 +285,7 @@ class Stretch:
 
     @property
     def trusted_events(self) -> list[Event]:
-        """What happened from the last load of a source on."""
+        """Events from the last load of a source on."""
         loads = [
             index
             for index, event in enumerate(self.events)
@@ -258,15 +295,14 @@ class Stretch:
 
 
 def lose_nodes(job: ElasticJob, ranks: Sequence[int]) -> None:
-    """Kill ranks, and delete their host memory: what `Fault.then` does where nodes are
-    lost.
-    """
+    """Kill ranks and delete their host memory; `Fault.then` of lost nodes."""
     job.lose_nodes(*ranks)
 
 
 def kill_a_daemon(job: ElasticJob, ranks: Sequence[int]) -> None:
-    """Kill rank 3's daemon, then ranks, once rank 2 has left the generation: one that
-    stands still must not go on.
+    """Kill rank 3's daemon, and ranks once rank 2 has left the generation.
+
+    The wait keeps a rank that stands still from going on in the generation.
     """
     generation = job.page(2).generation
     os.kill(job.daemon_pid(3), signal.SIGKILL)
@@ -279,8 +315,14 @@ def kill_a_daemon(job: ElasticJob, ranks: Sequence[int]) -> None:
 def all_go_back(
     name: str, to: int | Collection[int], *at: Point, world_size: int = 4, **more: Any
 ) -> Fault:
-    """Return a fault after which all ranks load the snapshot of this iteration, or of
-    one of these.
+    """Return a fault after which all ranks load a snapshot.
+
+    Args:
+        name: Name of the fault.
+        to: Iteration of the snapshot; of several iterations, one must be the right one.
+        at: Points of the fault.
+        world_size: Number of ranks.
+        more: Further fields of `Fault`.
     """
     options: dict[str, Any] = {"replaying": range(world_size)} | more
     return Fault(name=name, at=at, back_to=to, executed=0, **options)
@@ -293,8 +335,15 @@ def call_is_a_point(
     *,
     when: Callable[..., bool] = lambda *_: True,
 ) -> None:
-    """Let a rank enter `phase` once more whenever it is about to call this method; in a
-    setup.
+    """Make a rank enter `phase` whenever the rank is about to call a function.
+
+    To be called in a setup.
+
+    Args:
+        owner: The class or module of the function.
+        name: The name of the function.
+        phase: The phase to enter.
+        when: Returns, for the arguments of a call, whether the rank enters the phase.
     """
     pages: list[StatusPage] = []
     join, call = StatusPage.join, getattr(owner, name)
@@ -313,7 +362,7 @@ def call_is_a_point(
 
 
 def copies_fail(*beginnings: str) -> None:
-    """Let no blob whose key begins like this reach a peer; in a setup."""
+    """Let no blob whose key has one of these beginnings reach a peer; for a setup."""
     put = sender._Lane._put
 
     def put_others(self: sender._Lane, key: str, link: Connection) -> ServerWork:
@@ -338,12 +387,24 @@ def survive(
     setup: Callable[[], None] | None = None,
     is_exact: bool = True,
 ) -> ElasticJob:
-    """Run a job of these overrides through all faults, check each, and return the job,
-    which has ended.
+    """Run a job through all faults and check each of the faults.
 
-    `settings` do not change the training, so the uninterrupted run is without them.
-    Where the policy may lose something (`is_exact` is false), there is nothing to
-    compare.
+    Args:
+        folder: Folder of the job.
+        faults: The faults, in order.
+        training: Overrides of the job and of the uninterrupted run.
+        world_size: Number of ranks.
+        ckpt: The policy.
+        settings: Overrides of the job alone, which do not change the training.
+        setup: Called in the agent before any process of the job is forked.
+        is_exact: Whether to compare with the uninterrupted run. Not possible with a
+            policy that may lose something.
+
+    Returns:
+        The job, which has ended.
+
+    Raises:
+        CampaignError: A fault or the job did not go as expected.
     """
     prepare = functools.partial(_prepare, list(_orders(faults)), setup)
     overrides = (*training, *settings, "run.digest_every_iters=1")
@@ -363,8 +424,9 @@ def survive(
 
 
 def stretches_of(run: Path, global_rank: int) -> list[Stretch]:
-    """Return a rank's events, cut where a generation began to train. Recoveries that
-    were cut off are left out.
+    """Return a rank's events, cut where a generation began to train.
+
+    Events of interrupted recoveries are left out.
     """
     stretches = [
         Stretch(global_rank=global_rank, recovery=[], rejoined=None, events=[])
@@ -401,7 +463,7 @@ def _orders(faults: Sequence[Fault]) -> Iterator[Order]:
 
 
 def _prepare(orders: Sequence[Order], setup: Callable[[], None] | None) -> None:
-    """Let every process that the agent forks obey the orders for its rank."""
+    """Make every process that the agent forks obey the orders for its rank."""
     if setup:
         setup()
     skips = {order: order.point.skip for order in orders}
@@ -438,7 +500,7 @@ def _prepare(orders: Sequence[Order], setup: Callable[[], None] | None) -> None:
         page = copies._elastic.page
         due = [order for order in orders if order.is_due(page, Moment.COPYING)]
         if due and copies._elastic.daemon is not None:
-            # peers have done what they were asked for
+            # without keys, the copy ends once all earlier copies to peers have ended
             copies._elastic.daemon.copy([]).result()
         obey(page, due)
 
@@ -462,8 +524,10 @@ def _prepare(orders: Sequence[Order], setup: Callable[[], None] | None) -> None:
 
 
 def _hold(page: StatusPage) -> None:
-    """Stand still until the test lets this process go on, without counting as hung: the
-    next sign of life is dated.
+    """Stand still until the test lets this process go on.
+
+    The process does not count as hung, because its last heartbeat is dated `_HOLD_NS`
+    into the future.
     """
     beat = StatusPage.beat
     StatusPage.beat = lambda _: None  # type: ignore[method-assign]
@@ -477,7 +541,7 @@ def _own_rank() -> int:
 
 
 def _numbered(faults: Sequence[Fault]) -> Iterator[tuple[int, Fault]]:
-    """Yield each fault with the generation that it ends first; they count from 1."""
+    """Yield each fault with the first generation that the fault ends, from 1."""
     generation = 1
     for fault in faults:
         yield generation, fault
@@ -485,7 +549,7 @@ def _numbered(faults: Sequence[Fault]) -> Iterator[tuple[int, Fault]]:
 
 
 def _carry_out(job: ElasticJob, faults: Sequence[Fault]) -> None:
-    """Wait for each fault in which a rank stands still, and do what is due then."""
+    """Wait for each fault in which a rank stands still, and strike then."""
     dead: list[int] = []
     for fault in faults:
         points = [point.rank for point in fault.at]
@@ -503,7 +567,7 @@ def _carry_out(job: ElasticJob, faults: Sequence[Fault]) -> None:
 
 
 def _last_fault(job: ElasticJob, faults: Sequence[Fault]) -> str:
-    """Return which fault a job that failed had come to."""
+    """Return in words the last fault that a failed job has reached."""
     reached = 0
     for path in (job.run / "events").glob("*.jsonl"):
         ended = [
@@ -523,8 +587,10 @@ def _check_legs(
     stretches: Sequence[Sequence[Stretch]],
     reference: Outcome | None,
 ) -> None:
-    """Raise CampaignError for the first fault after which something was not as
-    expected.
+    """Check the recovery of each fault, and the leg up to the next fault.
+
+    Raises:
+        CampaignError: Something was not as expected; for the first such fault.
     """
     of_each = [
         {stretch.generation: stretch for stretch in of_rank} for of_rank in stretches
@@ -642,11 +708,15 @@ def _check_leg(
     reference: Outcome,
     diverges: Collection[int] = (),
 ) -> Iterator[str]:
-    """Yield how losses and states differ from the reference's, and which of the
-    iterations up to `until` are missing.
+    """Yield missing iterations, and losses and states that differ from the reference.
 
-    A rank that dies has not logged its last iteration, so `until` itself may be
-    missing.
+    Args:
+        leg: The stretches of all ranks.
+        first: First iteration that must not be missing.
+        until: End of the iterations that must not be missing, exclusive: a rank that
+            dies has not logged its last iteration.
+        reference: The uninterrupted run.
+        diverges: Iterations whose loss must be NaN.
     """
     for stretch in leg:
         seen: set[int] = set()

@@ -1,7 +1,7 @@
-"""A witness of checkpoint servers: the states that ranks have and those that servers
-make, iteration by iteration.
+"""A witness of checkpoint servers: digests of the states of ranks and of servers.
 
-`note_states` is a setup: it is called before the ranks of a job are forked.
+Each digest belongs to an iteration. `note_states` is a setup: called before the ranks
+of a job are forked.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ UNSHARDED = "train.distributed_optimizer=false"
 
 
 def mirror_of(interface: str) -> tuple[str, ...]:
-    """Return the settings with which servers read a mirror port, and training waits for
-    them.
+    """Return settings of servers that read a mirror port, for which training waits.
+
+    Args:
+        interface: The network interface of the mirror port.
     """
     return (
         "ckpt.capture=mirror",
@@ -37,8 +39,10 @@ def mirror_of(interface: str) -> tuple[str, ...]:
 
 
 def note_states(folder: Path) -> None:
-    """Let ranks write a digest of their state as they hand gradients over, and servers
-    of the states that they make.
+    """Make ranks and checkpoint servers write digests of states into a folder.
+
+    A rank writes the digest of its state when the rank hands gradients over, a server
+    that of each state that the server makes.
     """
     hand_over, keep = ServerStates.hand_over, ArrivingUpdate.keep
 
@@ -74,8 +78,13 @@ def note_states(folder: Path) -> None:
 def compare_states(
     folder: Path, iterations: Iterable[int], world_size: int, num_servers: int
 ) -> None:
-    """Compare the states of all ranks with those of all their servers, in each of these
-    iterations.
+    """Compare the states of all ranks with those of all their servers.
+
+    Args:
+        folder: The folder of `note_states`.
+        iterations: The iterations to compare.
+        world_size: The number of ranks.
+        num_servers: The number of servers that make each state.
     """
     trained, captured = _read(folder, "trained"), _read(folder, "captured")
     for iteration in iterations:

@@ -1,6 +1,4 @@
-"""Random faults of all classes to a job's ranks, and the resources that its processes
-use meanwhile.
-"""
+"""Random faults of all classes for a job's ranks, and resource use of its processes."""
 
 from __future__ import annotations
 
@@ -34,15 +32,16 @@ ENDURING = (
     "runtime.sick_deaths=0",
     "runtime.heartbeat_s=5",
 )
-"""Settings of a job that lives through any number of faults."""
+"""Settings of a job that survives any number of faults."""
+
 MIB = 1 << 20
 
 
 class Chaos:
-    """Random faults to random ranks, at random points or times, of which some come
-    while an earlier one is repaired.
+    """Random faults for random ranks, at random points or times.
 
-    `daemon_deaths`: the number of daemons that were killed.
+    Some faults strike while an earlier fault is repaired. `daemon_deaths` is the number
+    of daemons that were killed.
     """
 
     def __init__(self, job: ElasticJob, seed: int) -> None:
@@ -68,7 +67,8 @@ class Chaos:
             ),
             *(self._raise, self._kill_a_daemon),
         ]
-        with contextlib.suppress(ProcessLookupError):  # an order was faster
+        # the process may have died of an earlier order
+        with contextlib.suppress(ProcessLookupError):
             self._chosen.choices(kinds, [10, 10, 3, 1, 1, 3, 1])[0]()
         if self._chosen.random() < 0.5:
             self._let_it_go_on(self._chosen.randrange(1, 4))
@@ -83,8 +83,9 @@ class Chaos:
             self._kill_now()
 
     def _raise(self) -> None:
-        """In a later iteration: the second exception of a rank in one iteration is an
-        error of the program.
+        """Order an exception in a later iteration.
+
+        The second exception of a rank in one iteration is an error of the program.
         """
         rank, phase = self._any_rank(), self._chosen.choice(PHASES)
         iteration = self._job.page(rank).iteration + 2
@@ -110,15 +111,17 @@ class Chaos:
         self._job.kill(self._any_rank(), number=SIGSTOP)
 
     def _lose_a_node(self) -> None:
-        """One at a time: a copy in one other node's memory survives that, and needs a
-        window to be made again.
+        """Lose one node, and wait before and after the loss until all copies are there.
+
+        The copy in the memory of one other node survives the loss of one node. A lost
+        copy is made again with the next window.
         """
         self._await_copies()
         self._job.lose_nodes(self._any_rank())
         self._await_copies()
 
     def _await_copies(self) -> None:
-        """Wait until the next window is complete, which it is with its copies."""
+        """Wait until the next window is complete, including its copies."""
         before = self._windows()
         self._job.wait_for(lambda: self._windows() > before or None, "another window")
 
@@ -135,17 +138,23 @@ class Chaos:
 
 @dataclass(frozen=True, kw_only=True)
 class Used:
-    """The parts of a process that could run out."""
+    """Resources of a process that could run out."""
 
     files: int
+    """Number of open files, sockets included."""
+
     threads: int
     sockets: int
     private_bytes: int
+    """Resident anonymous memory (RssAnon)."""
 
     @classmethod
     def by(cls, pid: int) -> Used:
-        """Return those of a process. Raises FileNotFoundError or ProcessLookupError if
-        it has ended.
+        """Return the resources that a process uses.
+
+        Raises:
+            FileNotFoundError: The process has ended.
+            ProcessLookupError: The process has ended.
         """
         status = dict(
             line.split(":", 1)
@@ -163,18 +172,23 @@ class Used:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """The most that any process of a kind uses, by kind; zombies of the job, and its
-    files in shared memory.
-    """
+    """Resources of a job at one moment."""
 
     by_kind: dict[str, Used]
+    """By kind of process: the most that any process of the kind uses."""
+
     zombies: int
+    """Number of zombies in the job's session."""
+
     memory_files: int
+    """Number of the job's files in shared memory."""
+
     memory_bytes: int
+    """Size of these files."""
 
 
 def take_sample(job: ElasticJob) -> Sample:
-    """Measure the processes of a job; those that end meanwhile are left out."""
+    """Measure the processes of a job; processes that end meanwhile are left out."""
     workers = read_written(job.run)
     supervisors = {worker.supervisor_pid for worker in workers}
     living = {worker.pid for worker in workers}

@@ -1,12 +1,12 @@
-"""For all tests: torch and Megatron imported once, without the warnings of their
-import, which are errors later on.
+"""Set-up of all tests: imports torch and Megatron once.
 
-The controller of two workers runs no test and imports neither: they would wait for
-that.
+The imports happen without the warnings that would be errors in a test. The controller
+of several pytest workers runs no test and imports neither package, because the workers
+would wait for the controller.
 
-Examples of property tests have no deadline: how busy a machine is says nothing about
-the code. A shell ignores Ctrl-C for commands in the background, and their children
-would inherit that.
+Examples of property tests have no deadline, because the load of a machine is no
+property of the code. This module restores the handler of SIGINT: a shell lets commands
+in the background ignore Ctrl-C, and child processes would inherit the ignored signal.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-# the search for a GPU must not start CUDA: the fork server and its ranks inherit this
+# the search for a GPU must not start CUDA; the fork server and all ranks inherit the
+# variable
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import torch
@@ -48,8 +49,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose how much to run, and make the folder that all workers share; they inherit
-    its name.
+    """Choose how many examples to run, and make the folder that all workers share.
+
+    The workers inherit the variable with the folder's name.
     """
     settings.load_profile(FULL if config.getoption("--full") else CI)
     is_worker = hasattr(config, "workerinput")
@@ -67,8 +69,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Skip tests marked `gpu` where there is no CUDA device, and leave those marked
-    `full` out without --full.
+    """Skip tests that cannot run or are not wanted.
+
+    Tests marked `gpu` are skipped without a CUDA device. Tests marked `full` are
+    deselected without --full.
     """
     if not torch.cuda.is_available():
         for item in items:
@@ -82,20 +86,21 @@ def pytest_collection_modifyitems(
 
 
 def pytest_collection_finish() -> None:
-    """Spare garbage collections the objects that live as long as the session."""
+    """Exclude objects that live as long as the session from garbage collection."""
     gc.freeze()
 
 
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
-    """Ends at the end of a test all that the test has started on it."""
+    """Return a stack that closes at the end of the test."""
     with ExitStack() as stack:
         yield stack
 
 
 @pytest.fixture
 def start(stack: ExitStack) -> Callable[..., Child]:
-    """Return a function that starts a process on a function and its arguments."""
-    from tests.elastic.processes import Child  # noqa: PLC0415 - it imports torch
+    """Return a function that starts a process with a function and arguments."""
+    # imported here, because the module imports torch
+    from tests.elastic.processes import Child  # noqa: PLC0415
 
     return partial(Child, stack)

@@ -1,9 +1,9 @@
-"""Guarded jobs for tests: real supervisors, workers, daemons and a store, in a second,
-and a hand on each of them.
+"""Supervised jobs for tests, which can strike each of a job's processes.
 
-A test strikes at exact points by orders in the workers' pages, or from outside by
-signals. Whatever happens, a job is over when its block is, and a job that ended by
-itself has left no process and no shared memory.
+A job has real supervisors, workers, daemons and a store, and starts in a second. A test
+strikes at exact points by orders in the workers' pages, or from outside by signals. In
+any case a job is over at the end of its `with` block. A job that ended by itself has
+left no process and no shared memory, or the test fails.
 """
 
 from __future__ import annotations
@@ -48,17 +48,23 @@ _ENDING_S = 30.0
 
 
 class JobFailedError(AssertionError):
-    """A job failed, hung, or left something behind; the message has what its processes
-    said.
+    """A job failed, hung, or left something behind.
+
+    The message has the output of the job's processes.
     """
 
 
 class ElasticJob:
-    """A job of `world_size` ranks that starts with the block and is over with it; its
-    files are in `folder`.
+    """A job that starts and ends with a `with` block.
 
-    `setup`, a function of a module, is called in the agent before it forks: it may put
-    faults into what ranks run.
+    Args:
+        world_size: The number of ranks.
+        folder: The folder of all files of the job.
+        overrides: Settings of the launcher.
+        ckpt: The policy.
+        timeout_s: Time limit of the job, in seconds.
+        setup: A module's function that the agent calls before the agent forks. May put
+            faults into the code that ranks run.
     """
 
     def __init__(
@@ -115,23 +121,27 @@ class ElasticJob:
         return self._process.pid
 
     def wait(self) -> dict[str, Any]:
-        """Wait for the job's end and return what result.json holds. Raises
-        JobFailedError if it did not end well.
+        """Wait for the job's end and return the content of result.json.
+
+        Raises:
+            JobFailedError: The job did not end well.
         """
         if self._join() != 0:
             raise JobFailedError(f"the job failed: {self.said()}")
         return json.loads((self.run / "result.json").read_text())
 
     def wait_for_failure(self) -> str:
-        """Wait until the job has failed, and return what its processes said."""
+        """Wait until the job has failed, and return the output of its processes.
+
+        Raises:
+            JobFailedError: The job ended well, or not in time.
+        """
         if self._join() == 0:
             raise JobFailedError(f"the job ended well: {self.said()}")
         return self.said()
 
     def worker(self, rank: int, incarnation: int = 0) -> LiveWorker:
-        """Wait for a worker of a rank that lives, in this incarnation or a later
-        one.
-        """
+        """Wait for a living worker of a rank, of at least this incarnation."""
 
         def look() -> LiveWorker | None:
             workers = (
@@ -151,7 +161,7 @@ class ElasticJob:
         return self.wait_for(look, f"incarnation {incarnation} of rank {rank}")
 
     def page(self, rank: int) -> StatusPage:
-        """Return the page of a rank, which outlives its workers."""
+        """Return the page of a rank; the page outlives the rank's workers."""
         if rank not in self._pages:
             self._pages[rank] = self.worker(rank).open_page()
         return self._pages[rank]
@@ -166,16 +176,21 @@ class ElasticJob:
         number: signal.Signals = signal.SIGKILL,
         incarnation: int = 0,
     ) -> None:
-        """Let a rank's worker, in this incarnation, send itself a signal at this
-        point.
+        """Order a rank's worker to send a signal to itself at a point.
+
+        Args:
+            rank: The rank.
+            phase: The phase that the worker enters at the point.
+            iteration: The iteration of the phase.
+            skip: How many times the worker first enters the phase without a signal.
+            number: The signal.
+            incarnation: The earliest incarnation that gets the order.
         """
         self.worker(rank, incarnation)
         self.page(rank).order(number, phase, iteration=iteration, skip=skip)
 
     def wait_until(self, rank: int, iteration: int, phase: Phase | None = None) -> None:
-        """Wait until a rank has come as far as this iteration, or is in this phase of
-        it or has passed it.
-        """
+        """Wait until a rank has reached an iteration, or a phase of the iteration."""
         page = self.page(rank)
         at = (iteration, phase or 0)
         self.wait_for(
@@ -184,8 +199,9 @@ class ElasticJob:
         )
 
     def kill(self, *ranks: int, number: signal.Signals = signal.SIGKILL) -> None:
-        """Send a signal to the workers of these ranks, all at once: none acts on the
-        death of another.
+        """Send a signal to the workers of these ranks, all at once.
+
+        Several workers are stopped first, so that none acts on the death of another.
         """
         pids = [self.worker(rank).pid for rank in ranks]
         if len(pids) > 1:
@@ -200,8 +216,9 @@ class ElasticJob:
             os.kill(pid, number)
 
     def lose_nodes(self, *ranks: int) -> None:
-        """Kill these workers; what their ranks had in memory, of their own and of
-        others, is gone with them.
+        """Kill the workers of these ranks, and delete the host memory of these ranks.
+
+        The memory has the ranks' own state and copies of other ranks' states.
         """
         for rank in ranks:
             self.worker(rank)
@@ -217,10 +234,12 @@ class ElasticJob:
         skip: int = 0,
         incarnation: int = 0,
     ) -> int:
-        """Let a rank's worker stand still at this point, and wait until it does; return
-        its pid, for SIGCONT.
+        """Make a rank's worker stand still at a point (see `order`), and wait for that.
 
-        Its supervisor takes it for dead after `runtime.heartbeat_s`.
+        The supervisor takes the worker for dead after `runtime.heartbeat_s`.
+
+        Returns:
+            The pid of the worker, for SIGCONT.
         """
         self.order(
             rank,
@@ -238,8 +257,9 @@ class ElasticJob:
         return pid
 
     def daemon_pid(self, rank: int) -> int:
-        """Return the pid of the process that a rank's supervisor has forked beside the
-        worker: it keeps copies.
+        """Return the pid of the daemon of a rank, which keeps copies.
+
+        The daemon is the other child process of the supervisor, beside the worker.
         """
         worker = self.worker(rank)
         children = (
@@ -257,15 +277,13 @@ class ElasticJob:
         return [pid for pid, session in _sessions() if session == self._process.pid]
 
     def left_behind(self) -> list[str]:
-        """Return the job's processes, and what is in its folder in shared memory."""
+        """Return the job's processes, and the paths in its folder in shared memory."""
         return [f"process {pid}" for pid in self.processes()] + [
             str(path) for path in self._shared.iterdir()
         ]
 
     def said(self) -> str:
-        """Return what supervisors and workers have written, a line that came again and
-        again only once.
-        """
+        """Return supervisors' and workers' output; frequent lines appear only once."""
         logs = [supervisor_log(self._folder, rank) for rank in range(self.world_size)]
         texts = [
             f"--- rank {rank}\n{_squeezed(log.read_text())}"
@@ -275,14 +293,20 @@ class ElasticJob:
         return "\n".join(["", *texts])
 
     def wait_for(self, look: Callable[[], T | None], what: str) -> T:
-        """Return what `look` sees as soon as it does. Raises JobFailedError if the job
-        ends, or its time.
+        """Return the first result of `look` that is not None.
+
+        Args:
+            look: Called again and again.
+            what: The result in words, for the message of an error.
+
+        Raises:
+            JobFailedError: The job or its time has ended first.
         """
         while (seen := look()) is None:
             if not self._process.is_alive():
                 raise JobFailedError(f"the job ended before {what}: {self.said()}")
             self._require_time(what)
-            # the only signs that other processes give are their files and pages
+            # other processes announce nothing: only their files and pages change
             time.sleep(_LOOK_EVERY_S)
         return seen
 
@@ -304,7 +328,7 @@ class ElasticJob:
             if pid != self.agent_pid:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGUSR2)
-        time.sleep(0.5)  # they write their stacks
+        time.sleep(0.5)  # the processes write their stacks
         pages = [_describe(rank, page) for rank, page in sorted(self._pages.items())]
         raise JobFailedError(
             "\n".join([f"no time left to wait for {what}", *pages, self.said()])
@@ -336,7 +360,7 @@ def _first(counts: Counter[str], text: str) -> Iterable[tuple[str, int]]:
 
 
 def _sessions() -> Iterable[tuple[int, int]]:
-    """Return the living processes of this machine and their sessions."""
+    """Yield pid and session of each living process of this machine."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):

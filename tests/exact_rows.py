@@ -1,8 +1,8 @@
-"""The jobs that exactness tests run: rows that cover every pair of settings, in place
-of the settings' product.
+"""The jobs of exactness tests: rows that cover every pair of settings.
 
-An axis is a setting with its values. A row chooses a value on every axis. For any two
-axes, each pair of their values that is possible is in one of `rows()`.
+The product of all settings would be too large. An axis is a setting with its values. A
+row chooses a value on every axis. For any two axes, each possible pair of values is in
+one of `rows()`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ Pair = frozenset[tuple[str, str]]
 """Two axes with a value each."""
 
 Loss = tuple[int, int, str] | tuple[int, int, str, int]
-"""Iteration, stage, phase and, where one rank of the stage loses its state, its
-data-parallel rank.
+"""Iteration, stage and phase in which state is lost.
+
+A fourth number is the data-parallel rank if only one rank of the stage loses its state.
 """
 
 ITERATIONS_AFTER_THE_LAST_LOSS = 2
@@ -50,23 +51,27 @@ LOST = {
     "ends": lambda pp: [(0,), (pp - 1,)],
     "one rank": lambda pp: [(pp - 1, 1)],
 }
-"""Which stages lose their state at once, each with the data-parallel rank where it is
-one rank only.
+"""Stages that lose their state at once, by kind of loss and for a number of stages.
+
+Each with the data-parallel rank if only one rank of the stage loses its state.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Degrees of parallelism, a model with as many layers as they divide, and the
-    stages lost in each of `PHASES`.
-    """
+    """Degrees of parallelism, with a fitting model and the losses of state."""
 
     pp: int
     dp: int = 1
     tp: int = 1
     num_layers: int
+    """Number of layers, a multiple of `pp`."""
+
     overrides: tuple[str, ...] = ()
+    """Further settings of the launcher."""
+
     lost: tuple[str, str, str, str]
+    """Kind of loss (key of `LOST`) in each of `PHASES`."""
 
     @property
     def world_size(self) -> int:
@@ -162,18 +167,19 @@ RULES: list[tuple[Row, dict[str, set[str]]]] = [
         {"experts": "none"},
         {"layout": {"TP2"}, "balancing": {"loss"}, "first layer": {"experts"}},
     ),
-    # Megatron has no biases in shared experts, and in others only where each rank has
-    # some of them
+    # Megatron has no biases in shared experts, and has biases in other experts only if
+    # each rank has some of the experts
     ({"experts": "shared"}, {"style": {"Llama", "GPT"}}),
     ({"style": "GPT biased"}, {"layout": {"PP2", "DP4", "TP2"}}),
 ]
-"""A row that holds the values on the left holds, on these axes, one of the values on
-the right.
+"""Rules: a row with the values on the left has the values on the right.
+
+On each axis on the right, the row has one of the values.
 """
 
 
 def is_possible(row: Row) -> bool:
-    """Return whether the values of a row, or of a part of one, go together."""
+    """Return whether the values of a row, or of a part of a row, go together."""
     return all(
         row.get(axis) in {None, *allowed}
         for condition, then in RULES
@@ -213,9 +219,7 @@ def rows() -> Sequence[Row]:
 
 
 def resumed_rows() -> Sequence[Row]:
-    """Return some of the rows, which hold every value of the axes that a training
-    without recovery has.
-    """
+    """Return some of the rows, which have every value of the axes of `TRAINING`."""
     left, found = (
         {(axis, value) for axis, values in TRAINING.items() for value in values},
         list[Row](),
@@ -229,14 +233,18 @@ def resumed_rows() -> Sequence[Row]:
 
 
 def _can_be_saved(row: Row) -> bool:
-    """Megatron saves no whole optimizer with a bias that took fewer steps: that of an
-    expert without any token.
+    """Return whether Megatron can save the optimizer of a row's job.
+
+    Megatron cannot save a whole optimizer in which a bias took fewer steps than other
+    parameters, such as the bias of an expert that got no token.
     """
     return not {"style": "GPT biased", "optimizer": "whole"}.items() <= row.items()
 
 
 def _choose_rows() -> Sequence[Row]:
-    """Put into each row all pairs that are missing and go together, in an order that
+    """Choose rows until every possible pair is in a row.
+
+    Each row gets all missing pairs that go together. The order of the pairs (`_SEED`)
     leads to few rows.
     """
     missing, found = possible_pairs(), list[Row]()
@@ -258,7 +266,7 @@ def _choose_rows() -> Sequence[Row]:
 
 
 def _completed(row: Row) -> Row:
-    """Return the row with the first possible values of all axes that it lacks."""
+    """Return the row with the first possible value on each missing axis."""
     for axis, values in AXES.items():
         if axis not in row:
             row = {
@@ -276,17 +284,25 @@ def name_of(row: Row) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A training, the snapshots that it takes, and the state that it loses."""
+    """A training, its snapshots, and its losses of state."""
 
     world_size: int
+    """Number of ranks."""
+
     training: tuple[str, ...]
+    """Settings of the training."""
+
     snapshots: tuple[str, ...]
+    """Settings of snapshots and recovery."""
+
     lost: tuple[Loss, ...]
+    """Losses of state."""
 
 
 def job_of(row: Row) -> Job:
-    """Return the job that a row describes: it loses state in each phase, and ends a few
-    iterations after that.
+    """Return the job that a row describes.
+
+    The job loses state in each of `PHASES`, and ends a few iterations later.
     """
     layout, window = LAYOUTS[row["layout"]], row["window"]
     # the newest complete window is one iteration old
@@ -338,8 +354,9 @@ def _overrides(
 _PP2 = LAYOUTS["PP2"]
 
 _OPERATORS_OF_A_STAGE = 2 + _NUM_EXPERTS + 2
-"""A layer with its gate and experts, and the final norm and the output of the last
-stage.
+"""Number of operators of the last stage.
+
+A layer with its gate and experts, the final norm, and the output.
 """
 
 WINDOW_OF_ALL_OPERATORS = _job(

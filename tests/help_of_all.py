@@ -1,13 +1,15 @@
-"""Runs each command of a list with `--help` and with an unknown option, each in a fork;
-prints what they did as JSON.
+"""Run each command of a list with `--help` and with an unknown option, in forks.
+
+Results are printed as JSON.
 
     python -m tests.help_of_all '[{"moe-ckpt status": [], "moe-ckpt server": ["JOB"]},
         ["torch", "hydra"]]'
 
-The words after a command are those that it cannot do without.
+The words in the list of a command are the arguments that the command requires. The
+second list has the names of slow packages.
 
-Must not: import anything slow, as the forks report the slow packages that they have
-imported.
+Must not: import anything slow, because each fork reports the slow packages that have
+been imported.
 """
 
 from __future__ import annotations
@@ -25,9 +27,7 @@ UNKNOWN = "--nonesuch"
 
 
 def main() -> None:
-    """Print the exit status, output and slow packages of each command with each
-    option.
-    """
+    """Print status, output and imported slow packages of each command and option."""
     entries, slow = json.loads(sys.argv[1])
     found: dict[str, dict[str, list[object]]] = {}
     for entry, needed in entries.items():
@@ -71,7 +71,8 @@ def _in_a_fork(
 def _run(words: Sequence[str], rest: Sequence[str]) -> int:
     """Run a command: `moe-ckpt` and its words, `-m` and a module, or a script."""
     if words[0] == "moe-ckpt":
-        from moe_ckpt import cli  # noqa: PLC0415 - in the fork, as all that follows
+        # imported in the fork, like all imports of the command
+        from moe_ckpt import cli  # noqa: PLC0415
 
         return cli.main([*words[1:], *rest])
     sys.argv = [words[-1], *rest]

@@ -1,7 +1,7 @@
-"""Jobs on hosts for tests: torchrun agents in network namespaces, their links, and a
-hand on all processes of a host.
+"""Jobs on several hosts for tests: torchrun agents in network namespaces.
 
-Needs root; a test is skipped where namespaces cannot be made, or another job has them.
+Tests change links of hosts, and signal all processes of a host. Needs root; a test is
+skipped if namespaces cannot be made, or another job has them.
 """
 
 from __future__ import annotations
@@ -39,20 +39,22 @@ _IMPATIENT = (
     ),
     *("runtime.join_s=40", "runtime.copy_s=10"),
 )
-"""Limits that a partition reaches in a test's time."""
+"""Time limits so short that a network partition exceeds them within a test."""
+
 _LOOK_EVERY_S = 0.1
 
 
 def hosts_of_one_test() -> FileLock:
-    """Return the lock that a test has while there are hosts: their names are fixed, and
-    tests of other workers wait.
+    """Return the lock that a test holds while there are hosts.
+
+    Names of hosts are fixed, so tests of other pytest workers wait for the lock.
     """
     return FileLock(Path(os.environ[FOLDER]) / "hosts.lock")
 
 
 @contextlib.contextmanager
 def network_of(num_hosts: int) -> Iterator[None]:
-    """Make hosts for a test. Skips it where that is impossible."""
+    """Make hosts for a test, or skip the test if that is impossible."""
     with hosts_of_one_test():
         reason = hosts.why_impossible() or (
             "there are hosts already" if hosts.is_up() else None
@@ -67,8 +69,13 @@ def network_of(num_hosts: int) -> Iterator[None]:
 
 
 class HostsJob:
-    """A job of one rank on each host, and checkpoint servers on the hosts that follow;
-    its files are in `folder`.
+    """A job of one rank on each host, with checkpoint servers on the hosts that follow.
+
+    Args:
+        num_hosts: The number of hosts with a rank.
+        folder: The folder of all files of the job.
+        overrides: Settings of the launcher.
+        num_servers: The number of hosts with a checkpoint server.
     """
 
     def __init__(
@@ -94,17 +101,16 @@ class HostsJob:
         return self._log.read_text()
 
     def wait_for_iteration(self, iteration: int) -> None:
-        """Wait until rank 0 has committed an iteration in this start or an earlier
-        one.
-        """
+        """Wait until rank 0 has committed an iteration, in any start of the job."""
         self._wait(
             lambda: any(committed >= iteration for _, committed in self.committed()),
             f"iteration {iteration}",
         )
 
     def committed(self) -> list[tuple[float, int]]:
-        """Return the time and the number of each iteration that rank 0 has
-        committed.
+        """Return time and number of each iteration that rank 0 has committed.
+
+        Times are in seconds since `clock_origin_unix_s` of run.json.
         """
         path = self.run / "events" / "rank0000.jsonl"
         logged = read_events(path) if path.exists() else []
@@ -120,9 +126,10 @@ class HostsJob:
         )
 
     def lose(self, *ranks: int) -> None:
-        """Kill all processes of these hosts at once, and delete their memory."""
+        """Kill all processes of these ranks' hosts at once, and delete the memory."""
         roots = [Path(self.worker(rank).memory).parent for rank in ranks]
-        self.signal(signal.SIGSTOP, *ranks)  # none acts on the death of another
+        # all are stopped first, so that no process acts on the death of another
+        self.signal(signal.SIGSTOP, *ranks)
         self.signal(signal.SIGKILL, *ranks)
         for root in roots:
             shutil.rmtree(root, ignore_errors=True)
@@ -149,8 +156,10 @@ class HostsJob:
         return json.loads((self.run / "result.json").read_text())
 
     def longest_pause_s(self, since_unix_s: float) -> float:
-        """Return the longest time between two committed iterations of rank 0, the
-        second after `since_unix_s`.
+        """Return the longest time between two committed iterations of rank 0.
+
+        Args:
+            since_unix_s: Unix time; the second of the two iterations is later.
         """
         origin_s = json.loads((self.run / "run.json").read_text())[
             "clock_origin_unix_s"

@@ -1,9 +1,9 @@
-"""A job of small real processes, to inject faults into: a supervisor and a worker per
-rank, forked, without training.
+"""A job of small real processes without training, for tests that inject faults.
 
-A worker walks through the phases of its iterations and keeps writing into its host
-memory. It parks where it is told to, until an order stands in its page. A supervisor
-notes how and where each worker died, then replaces it.
+Each rank has a supervisor and a forked worker. A worker walks through the phases of its
+iterations and keeps writing into its host memory. A worker parks at a given point until
+its page has an order. A supervisor records how and where each worker died, then
+replaces the worker.
 """
 
 from __future__ import annotations
@@ -39,26 +39,32 @@ _STEP_S = 0.001
 
 @dataclass(frozen=True, kw_only=True)
 class Walk:
-    """What a rank of the job does. `hold`: its supervisor waits for a line before it
-    replaces a worker.
-    """
+    """Settings of a rank of the job."""
 
     run: Path
+    """Run folder."""
+
     memory: Path
+    """Folder in place of the rank's host memory."""
+
     global_rank: int
     ranks_per_node: int = 1
     park: tuple[int, str] = (3, "backward")
+    """Iteration and phase at which the worker parks."""
+
     last_iteration: int = 10**9
     hold: bool = False
+    """Whether the supervisor waits for `Job.release` before each replacement."""
 
     @property
     def deaths(self) -> Path:
+        """File with the deaths that the supervisor has recorded."""
         return self.run / f"deaths{self.global_rank}.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Died:
-    """What a supervisor noted about a worker."""
+    """Record of a supervisor about a worker's death."""
 
     pid: int
     signal: str
@@ -68,7 +74,7 @@ class Died:
 
 
 class Job:
-    """A running job: what a test may ask of it."""
+    """A running job, as a test sees the job."""
 
     def __init__(self, run: Path, walks: list[Walk], stack: ExitStack) -> None:
         self.run = run
@@ -87,12 +93,14 @@ class Job:
         return self._supervisors[rank].pid
 
     def kill_supervisor(self, rank: int) -> None:
-        """Kill a supervisor with its worker; nothing of them is left to be replaced."""
+        """Kill a supervisor together with its worker, which is not replaced."""
         self._supervisors[rank].kill()
 
     def next_word(self, rank: int) -> str:
-        """Wait for what a rank says next: `parked PID`, `died PID`, or nothing once it
-        has ended.
+        """Wait for the next message of a rank.
+
+        Returns:
+            `parked PID`, `died PID`, or nothing if the rank has ended.
         """
         try:
             return self._supervisors[rank].hear()
@@ -100,9 +108,7 @@ class Job:
             return ""
 
     def wait_for_death(self, rank: int, *, times: int = 1) -> Died:
-        """Wait until a rank's worker has died, or so many one after the other; return
-        how the last one died.
-        """
+        """Wait until `times` workers of a rank have died; return the last death."""
         for _ in range(times):
             word = self.next_word(rank)
             if word.startswith("parked"):
@@ -111,24 +117,22 @@ class Job:
         return self.deaths(rank)[-1]
 
     def wait_to_park(self, rank: int) -> int:
-        """Return the pid of a rank's worker, which parks before it says anything
-        else.
-        """
+        """Wait until a rank's worker parks, as its next message, and return its pid."""
         word, pid = self.next_word(rank).split()
         assert word == "parked"
         return int(pid)
 
     def parked_pids(self) -> list[int]:
-        """Wait until each rank's worker parks."""
+        """Wait until each rank's worker parks, and return the workers' pids."""
         return [self.wait_to_park(rank) for rank in range(len(self._supervisors))]
 
     def let_go(self) -> None:
-        """Let all workers go on from where they park, by an order that is far away."""
+        """Let all parked workers go on, by an order for an iteration far away."""
         for rank in range(len(self._walks)):
             self.page(rank).order(signal.SIGKILL, Phase.STEP, iteration=10**8)
 
     def release(self, rank: int) -> None:
-        """Let a supervisor that holds replace its worker."""
+        """Let a supervisor with `Walk.hold` replace its worker."""
         self._supervisors[rank].tell("go on")
 
     def deaths(self, rank: int) -> list[Died]:
@@ -146,8 +150,9 @@ class Job:
 
 
 class _Supervisor(Child):
-    """A supervisor, the leader of a process group with its worker, and a connection to
-    both.
+    """A supervisor, and a connection to the supervisor and its worker.
+
+    The supervisor is the leader of a process group with its worker.
     """
 
     def kill(self) -> None:
@@ -159,8 +164,12 @@ class _Supervisor(Child):
 
 @contextmanager
 def running_job(folder: Path, world_size: int, **walk: Any) -> Iterator[Job]:
-    """Run a job in `folder`/run until the block ends; no process of it outlives that.
-    `walk`: see `Walk`.
+    """Run a job until the block ends; no process of the job outlives the block.
+
+    Args:
+        folder: The folder of the run folder `run` and of all ranks' memory.
+        world_size: The number of ranks.
+        walk: Further fields of `Walk`.
     """
     run = make_run(folder / "run", world_size)
     ranks = range(world_size)
@@ -176,20 +185,20 @@ def running_job(folder: Path, world_size: int, **walk: Any) -> Iterator[Job]:
 def parked_job(
     folder: Path, world_size: int, **walk: Any
 ) -> Iterator[tuple[Job, list[int]]]:
-    """Run a job and wait until its workers park; yields their pids with it."""
+    """Run a job until the block ends; yield the job and the pids of parked workers."""
     with running_job(folder, world_size, **walk) as job:
         yield job, job.parked_pids()
 
 
 def make_run(run: Path, world_size: int) -> Path:
-    """Make a run's folder, as far as the injector of faults looks into it."""
+    """Make a run folder with the file that the injector of faults reads."""
     run.mkdir()
     (run / "run.json").write_text(json.dumps({"world_size": world_size}))
     return run
 
 
 def rewrite_live(run: Path, rank: int, **changes: Any) -> None:
-    """Change what a rank's worker has written of itself."""
+    """Change fields of the file that a rank's worker has written about itself."""
     path = run / "live" / f"rank{rank:04d}.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
@@ -258,4 +267,4 @@ def _work(memory: Path, page: StatusPage, incarnation: int) -> None:
         (memory / part).mkdir(exist_ok=True)
         (memory / part / f"incarnation{incarnation}").write_text("state")
     page.beat()
-    time.sleep(_STEP_S)  # as training does, it leaves processors to others
+    time.sleep(_STEP_S)  # leaves processors to other processes, as training does

@@ -1,6 +1,4 @@
-"""The settings of a loop of one's own, of which a test names only those that it is
-about.
-"""
+"""Settings of a user's own loop; a test names only the settings that the test needs."""
 
 from __future__ import annotations
 
@@ -12,9 +10,7 @@ from moe_ckpt.types import ParallelLayout
 
 
 def loop_config(policy: str, **changes: Any) -> LoopConfig:
-    """Return the settings of a small loop on two ranks; `changes` replace or add
-    keys.
-    """
+    """Return settings of a small loop on two ranks; `changes` replace or add keys."""
     settings: dict[str, Any] = {
         "ckpt": ckpt_config(policy),
         "runtime": runtime_config(),

@@ -1,8 +1,8 @@
-"""Values that are made once for a test session and read by all of its processes: the
-workers and the ranks they fork.
+"""Values that are made once in a test session and read by all processes of the session.
 
-Each value is a file of a folder that lives as long as the session. A lock beside it
-lets one process make the value while the others wait for it.
+These processes are pytest's workers and the ranks that the workers fork. Each value is
+a file in a folder that exists as long as the session. With a lock beside the file, one
+process makes the value while the others wait for the value.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FOLDER = "MOE_CKPT_TEST_SESSION"
 
 
 def made_once(make: Callable[..., T], *arguments: int | str) -> T:
-    """Return `make(*arguments)`, which only the first call in the session runs."""
+    """Return `make(*arguments)`; only the first call in the session calls `make`."""
     return pickle.loads(_pickled(make, arguments))
 
 

@@ -1,6 +1,4 @@
-"""Modes of files, for tests: the umask that protects nothing, and the files that other
-users may read.
-"""
+"""Modes of files, for tests: no umask, and files that other users may read."""
 
 from __future__ import annotations
 
@@ -20,13 +18,15 @@ def no_umask() -> Iterator[None]:
 
 
 def let_others_in() -> None:
-    """Give this process, and those that it starts, a umask that protects nothing."""
+    """Set a umask that protects nothing, for this process and its later children."""
     os.umask(0)
 
 
 def open_to_others(root: Path) -> list[str]:
-    """Return the modes and paths of a folder, its files and folders whose mode is not
-    0700 or 0600.
+    """Return modes and paths of files that are not 0600 and folders that are not 0700.
+
+    Args:
+        root: The folder, which is checked as well as all files and folders in it.
     """
     modes = {
         path: path.lstat().st_mode

@@ -1,5 +1,6 @@
-"""Processes in a PID namespace of their own, as those of a container: pids begin at 1,
-and end with the first one.
+"""Processes in a PID namespace of their own, like the processes of a container.
+
+Pids begin at 1, and all processes end with process 1.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ needs_namespaces = pytest.mark.skipif(
 
 
 def be_first_process(main: Callable[[], object]) -> int:
-    """Run `main` as process 1 of a PID namespace, with a /proc of it; return the exit
-    status.
+    """Run `main` as process 1 of a PID namespace that has its own /proc.
 
-    The calling process can fork no other process afterwards that sees this one's
-    namespace: call it in a child.
+    To be called in a child process: the calling process can afterwards fork no process
+    in the namespace from which the caller came.
+
+    Returns:
+        The exit status of process 1.
     """
     _check(_libc.unshare(_CLONE_NEWNS | _CLONE_NEWPID))
     first = os.fork()

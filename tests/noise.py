@@ -1,5 +1,6 @@
-"""A layer that never repeats itself, as kernels that are not deterministic: for tests
-of `run.exactness=state`.
+"""A layer that never repeats its output, for tests of `run.exactness=state`.
+
+The layer stands for kernels that are not deterministic.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ _SCALE = 1e-2
 
 
 def add_noise() -> None:
-    """Let embeddings add noise, drawn from a generator that the clock seeds; training's
-    own generators draw as before.
+    """Make embeddings add noise from a generator that the clock seeds.
 
-    All other stages get the noise with their activations, and their gradients with it.
+    The generators of training draw as before. All other stages receive the noise with
+    their activations, and so have noise in their gradients.
     """
     plain = LanguageModelEmbedding.forward
 

@@ -1,6 +1,4 @@
-"""A free port for a server of another process, which binds it some time after the test
-has chosen it.
-"""
+"""A free port for a server in another process, which binds the port later."""
 
 from __future__ import annotations
 
@@ -9,15 +7,15 @@ from contextlib import ExitStack
 
 
 def held_port(stack: ExitStack) -> int:
-    """Return a port of 127.0.0.1 that no process is given before `stack` ends, and
-    where nothing listens yet.
+    """Return a port of 127.0.0.1 that Linux gives to no process before `stack` closes.
 
-    A port that is only looked up and let go may be the source port of another test's
-    connection by the time that the server starts. A server that sets SO_REUSEADDR, as
-    etcd, torch and asyncio do, may bind a held one.
+    Nothing listens on the port yet. A port that is only looked up and released may be
+    the source port of another test's connection when the server starts. A server that
+    sets SO_REUSEADDR, as servers of etcd, torch and asyncio do, can bind a held port.
     """
     holder = stack.enter_context(socket.socket())
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # and never listens: then Linux lets another socket that reuses addresses bind it
+    # this socket never listens, so Linux lets another socket with SO_REUSEADDR bind the
+    # port, too
     holder.bind(("127.0.0.1", 0))
     return int(holder.getsockname()[1])

@@ -1,6 +1,6 @@
-"""What the fork server imports once: everything slow that a rank needs.
+"""Imports of the fork server: everything slow that a rank needs, imported once.
 
-Hydra builds its parsers when it first composes; ranks inherit them.
+Hydra builds parsers when Hydra first composes settings; ranks inherit the parsers.
 """
 
 import gc

@@ -1,8 +1,8 @@
-"""How many examples a property test tries: few in `make test`, the number that its
-author chose with `--full`.
+"""Numbers of examples of property tests: few in `make test`, more with `--full`.
 
-A fuzz test makes many inputs of each example's generator: an example costs hypothesis a
-millisecond, and an input a small part of that.
+With `--full` a property test tries the number of examples that its author chose. A fuzz
+test makes many inputs with the generator of each example: an example costs hypothesis a
+millisecond, an input a small part of a millisecond.
 """
 
 from __future__ import annotations
@@ -14,20 +14,23 @@ from hypothesis import strategies as st
 
 CI, FULL = "ci", "full"
 MANY = 100_000
-"""Inputs of a fuzz test with `--full`."""
+"""Number of inputs of a fuzz test with `--full`."""
+
 PER_EXAMPLE = 100
-"""Inputs that a fuzz test makes of one example."""
+"""Number of inputs that a fuzz test makes with one example."""
 
 GENERATORS = st.integers(0, 2**64 - 1).map(random.Random)
-"""Generators of a fuzz test's inputs."""
+"""Strategy for the generators of a fuzz test's inputs."""
 
 settings.register_profile(CI, deadline=None, max_examples=40, derandomize=True)
 settings.register_profile(FULL, deadline=None)
 
 
 def examples(number: int) -> settings:
-    """Decorate a property test: it tries `number` examples with `--full`, otherwise at
-    most those of the profile.
+    """Return the decorator of a property test that sets the number of examples.
+
+    The test tries `number` examples with `--full`, otherwise at most the number of the
+    profile.
     """
     is_full = settings.get_current_profile_name() == FULL
     return settings(
@@ -36,14 +39,16 @@ def examples(number: int) -> settings:
 
 
 def inputs(number: int) -> settings:
-    """Decorate a fuzz test: `PER_EXAMPLE` inputs an example make `number` inputs with
+    """Return the decorator of a fuzz test that sets the number of inputs.
+
+    The test makes `PER_EXAMPLE` inputs with each example, and `number` inputs with
     `--full`.
     """
     return examples(number // PER_EXAMPLE)
 
 
 def random_text(chosen: random.Random, longest: int = 12) -> str:
-    """Return a text of any characters, more of them those of a key."""
+    """Return a text of any characters, in which those of keys are frequent."""
     alphabet = 'ab/._-"\\ \n\x00é\u20ac\U0001f600'
     return "".join(
         chosen.choice(alphabet) for _ in range(chosen.randrange(longest + 1))
@@ -51,7 +56,7 @@ def random_text(chosen: random.Random, longest: int = 12) -> str:
 
 
 def random_number(chosen: random.Random, below: int) -> int:
-    """Return a number of any size below a limit, or one at either end."""
+    """Return a number of any size from 0 to a limit, or at either end of that range."""
     return chosen.choice(
         (
             0,

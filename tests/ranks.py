@@ -1,8 +1,8 @@
-"""Runs a function on N gloo ranks, each a real process, in a fraction of a second.
+"""Run a function on N gloo ranks, each a real process, in a fraction of a second.
 
-Processes are forked from one that has imported torch and Megatron once
+The ranks are forked from a process that has imported torch and Megatron once
 (multiprocessing's fork server, which stays single-threaded). A rank that raises or dies
-ends the test with every rank's traceback; nothing outlives its deadline.
+fails the test, with the tracebacks of all ranks. No rank outlives the deadline.
 """
 
 from __future__ import annotations
@@ -36,11 +36,20 @@ def run_ranks(
     *arguments: Any,
     timeout_s: float = JOB_S,
 ) -> list[Any]:
-    """Return `function(*arguments)` of each rank, by global rank. Rank and world size
-    are in the environment.
+    """Call a function on each rank.
 
-    `function` must be importable: defined at the top of a test module. Raises
-    RankFailedError.
+    Args:
+        world_size: The number of ranks.
+        function: An importable function, defined at the top of a test module. Rank and
+            world size are in the environment of the call.
+        arguments: Arguments of the function.
+        timeout_s: Time limit of all ranks together, in seconds.
+
+    Returns:
+        The results, by global rank.
+
+    Raises:
+        RankFailedError: A rank raised, died, or did not finish in time.
     """
     with tempfile.TemporaryDirectory() as folder:
         pipes = [CONTEXT.Pipe(duplex=False) for _ in range(world_size)]
@@ -75,8 +84,9 @@ def run_ranks(
 
 
 def rank_store() -> dist.Store:
-    """Return, inside a rank, the store where the ranks of one `run_ranks` meet: a file,
-    so no port is raced for.
+    """Return the store of the ranks of one `run_ranks`; to be called in a rank.
+
+    The store is a file, so that ranks of several tests do not race for a port.
     """
     return dist.FileStore(os.environ["TEST_STORE"], int(os.environ["WORLD_SIZE"]))
 
@@ -94,8 +104,8 @@ def _rank_main(
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
     }
-    # one thread a rank: with a core for each, threads that wait for each other stand
-    # still beside other processes
+    # so one thread for each rank: with a thread for each core, threads that wait for
+    # each other stand still while other processes run
     os.environ |= {"LOCAL_WORLD_SIZE": str(max(world_size, os.cpu_count() or 1))}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     os.environ["TEST_STORE"] = str(Path(folder) / "store")
@@ -106,13 +116,18 @@ def _rank_main(
         sender.send(("raised", traceback.format_exc()))
     finally:
         sender.close()
-        # gloo's threads may be in the middle of something that a dead peer never ends
+        # gloo's threads may wait for a dead peer, and would keep the process alive
         os._exit(0)
 
 
 def _collect(receivers: list[Connection], deadline_s: float) -> list[tuple[str, Any]]:
-    """Wait for all ranks, or a little longer than the first failure: then peers have
-    had time to say theirs.
+    """Wait for the outcomes of all ranks, at most until a deadline.
+
+    After a first failure, the wait ends after 3 seconds at the latest, in which other
+    ranks can still report theirs.
+
+    Returns:
+        Kind and detail of each outcome, by rank.
     """
     outcomes: dict[int, tuple[str, Any]] = {}
     pending = dict(enumerate(receivers))

@@ -1,6 +1,4 @@
-"""Reference runs: outcomes of trainings without faults, each of which is run once in a
-test session.
-"""
+"""Reference runs: trainings without faults, each run once in a test session."""
 
 from __future__ import annotations
 
@@ -18,22 +16,32 @@ from tests.training import events_of, train
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The parts of a run that must equal those of the same training without faults, bit
-    for bit.
+    """Results of a run that must equal those of the same training without faults.
 
-    `digests`, of each rank's state by iteration, take no part in comparisons: most runs
-    log none.
+    Equal means bit for bit.
     """
 
     digest_per_rank: list[str]
+    """Digests of the states at the end, by rank."""
+
     eval_loss: float
     losses: Mapping[int, float]
+    """Losses by iteration."""
+
     digests: Mapping[int, Sequence[str]] = field(default_factory=dict, compare=False)
+    """By iteration: digests of the states, by rank.
+
+    Excluded from comparisons, because most runs log no such digests.
+    """
 
 
 def outcome_of(run: Path, result: Mapping[str, Any]) -> Outcome:
-    """Return the outcome of the run in folder `run`; ranks that logged the same
-    iteration must agree on its loss.
+    """Return the outcome of a run.
+
+    Args:
+        run: The run folder. Ranks that logged the same iteration must have the same
+            loss.
+        result: The content of the run's result.json.
     """
     losses: dict[int, float] = {}
     digests: dict[int, list[str]] = defaultdict(list)
@@ -56,8 +64,11 @@ def outcome_of(run: Path, result: Mapping[str, Any]) -> Outcome:
 
 
 def uninterrupted(world_size: int, *overrides: str) -> Outcome:
-    """Return the outcome of a run of these overrides without faults, supervisors and
-    checkpoints.
+    """Return the outcome of a run without faults, supervisors and checkpoints.
+
+    Args:
+        world_size: The number of ranks.
+        overrides: Settings of the launcher.
     """
     return made_once(_uninterrupted, world_size, *overrides)
 

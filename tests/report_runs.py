@@ -1,6 +1,4 @@
-"""Run folders as a job would leave them, written event by event, for tests of what
-reads them.
-"""
+"""Run folders as jobs leave them, written event by event, for tests of readers."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ FIRST_S = 2.0
 
 
 def line_of(t_s: float, rank: int, event: object) -> str:
-    """Return an event's line as the log writes it."""
+    """Return the line of an event, as the event log writes the line."""
     record = {
         "t_s": round(t_s, 6),
         "global_rank": rank,
@@ -62,7 +60,7 @@ def write_events(
 
 
 def log_of(folder: Path, events: Iterable[Timed], rank: int = 0) -> RankLog:
-    """Return what is read of one rank's events."""
+    """Write one rank's events, and return the log that the report reads."""
     return read_rank(rank, write_events(folder, rank, events))
 
 
@@ -88,8 +86,9 @@ def committed(
 
 
 def rejoined(iteration: int, **fields: Any) -> Rejoined:
-    """Return a recovery of 0.1 s detection, 0.2 s rebuild, 0.05 s fetch and 0.3 s of
-    the rest.
+    """Return the end of a recovery, of which `fields` replace values.
+
+    By default: detection 0.1 s, rebuild 0.2 s, fetch 0.05 s, replay 0.3 s.
     """
     given = {
         "generation": 2,
@@ -108,15 +107,22 @@ def rejoined(iteration: int, **fields: Any) -> Rejoined:
 
 @dataclass(frozen=True, kw_only=True)
 class Story:
-    """A run of `ranks` ranks in which rank 1 dies in iteration 6, and its stage, the
-    first half, replays.
-    """
+    """A run in which rank 1 dies and its stage, the first half of ranks, replays."""
 
     ranks: int = 4
+    """Number of ranks."""
+
     iterations: int = 12
+    """Number of iterations."""
+
     fault_after: int | None = 5
+    """Last iteration before the death; None for a run without a death."""
+
     speed: float = 1.0
+    """Factor of the time of an iteration, `ITERATION_S`."""
+
     with_experts: bool = True
+    """Whether there are events about experts."""
 
     def events(self, rank: int) -> list[Timed]:
         """Return one rank's events, in order."""
@@ -264,7 +270,15 @@ def write_run(
     ranks: Sequence[int] | None = None,
     ends_well: bool = True,
 ) -> Path:
-    """Write a whole run folder; only some ranks' files, if `ranks` says so."""
+    """Write a whole run folder.
+
+    Args:
+        run: The path of the folder.
+        story: The run; None for the default one.
+        policy: The policy in config.yaml.
+        ranks: The ranks whose event files are written; None for all ranks.
+        ends_well: Whether the run has finished and has a result.json.
+    """
     told = story or Story()
     for rank in range(told.ranks) if ranks is None else ranks:
         events = told.events(rank)

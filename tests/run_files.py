@@ -1,4 +1,4 @@
-"""The files that every run leaves in its folder, whichever loop trains."""
+"""The files that every run leaves in its run folder, whichever loop trains."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EVENTS_OF_A_KILLED_RUN = EVENTS_OF_EVERY_RUN | {
     "GenerationEnded",
     "Rejoined",
 }
-"""The same, of a run with `ckpt=moevement` that has lost a rank."""
+"""Events of a run with `ckpt=moevement` that has lost a rank."""
 
 RESULT_KEYS = {
     "iteration",

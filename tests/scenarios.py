@@ -1,6 +1,4 @@
-"""Layouts, models and precisions that several test modules train, each as a tuple of
-overrides, named once.
-"""
+"""Layouts, models and precisions of several test modules, as tuples of overrides."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ PP2 = ("parallel.pp=2",)
 PP4 = ("parallel.pp=4", "model.num_layers=4", "train.global_batch_size=8")
 BIAS = ("model.moe_balancing=bias", "model.moe_score_function=sigmoid")
 BIAS_EVALUATED_OFTEN = ("train.iterations=30", *BIAS, "train.eval_every_iters=2")
-"""Of two campaigns, which share their uninterrupted run, too."""
+"""Training of two campaigns, which so share an uninterrupted run."""
 
 FP16_SKIPPING = (
     "precision=fp16",
@@ -24,12 +22,12 @@ FP16_SKIPPING_AT_FIRST = (
     "precision.initial_loss_scale=1048576.0",
     "precision.loss_scale_hysteresis=1",
 )
-"""Overflows in the first iteration of any of the small models, not in the last."""
+"""FP16 that overflows in the first iteration of each small model, not in the last."""
 
 TIED = ("model.tied_embeddings=true",)
 UNSHARDED = ("train.distributed_optimizer=false",)
 THIRTY_SIX = ("train.iterations=36",)
-"""Of the longest campaigns: they share one uninterrupted run."""
+"""Training of the longest campaigns, which so share one uninterrupted run."""
 
 DENSE_TP2 = ("model.num_experts=0", "parallel.ep=1", "parallel.tp=2")
 GPT_STYLE = (
@@ -38,5 +36,6 @@ GPT_STYLE = (
     "model.activation=gelu",
 )
 MOC = ("ckpt.k_snapshot=2", "ckpt.k_persist=1")
-"""Two of the experts of each layer to memory, one to storage."""
+"""Snapshots have two experts of each layer in memory, and one in storage."""
+
 LINEAR_BIAS = ("model.linear_bias=true",)

@@ -1,8 +1,8 @@
-"""A program in torchrun's place, for tests of commands that start it: it leaves a run
-folder that was made before.
+"""A program in torchrun's place, for tests of commands that start torchrun.
 
-It takes milliseconds where torchrun and its ranks need ten seconds to import
-everything. Tests marked `full` start the real one with the same commands.
+The program leaves a run folder that the test has prepared. That takes milliseconds,
+whereas torchrun and its ranks need ten seconds for imports alone. Tests marked `full`
+start the real torchrun with the same commands.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from moe_ckpt.events import WorkerStarted
 from tests.report_runs import Timed, line_of
 
-_PID = 4194305  # above what Linux gives to any process
+_PID = 4194305  # above the largest pid of Linux
 _PROGRAM = f"""#!{sys.executable} -I
 import json, shutil, subprocess, sys
 from pathlib import Path
@@ -42,8 +42,13 @@ sys.exit((prepared / "status").exists())
 
 
 class StandIn:
-    """The program, in `folder`, and the runs that it leaves, by the names of their
-    folders.
+    """The program, and the runs that the program leaves.
+
+    Runs are identified by the names of their folders.
+
+    Args:
+        folder: The folder of the program and of the prepared runs.
+        monkeypatch: Makes commands find the program in place of torchrun.
     """
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,19 +60,23 @@ class StandIn:
         monkeypatch.setattr(sys, "executable", str(folder / "python"))
 
     def run_of(self, name: str) -> Path:
-        """Return the folder for the files that the run of this name consists of."""
+        """Return the folder for all files of the run with this name."""
         path = self._folder / name / "run"
         path.mkdir(parents=True, exist_ok=True)
         return path
 
     def fail(self, name: str) -> None:
-        """Let the run of this name end with status 1."""
+        """Let the run with this name end with status 1."""
         (self._folder / name).mkdir(parents=True, exist_ok=True)
         (self._folder / name / "status").touch()
 
     def wait_for_kill(self, name: str, rank: int, events: Sequence[Timed]) -> None:
-        """Let this rank's first worker live until a signal ends it, and have these
-        events until then.
+        """Let a rank's first worker live until a signal ends the worker.
+
+        Args:
+            name: The name of the run.
+            rank: The rank.
+            events: Events of the worker after its `WorkerStarted`.
         """
         started = (
             0.0,
@@ -81,7 +90,7 @@ class StandIn:
 
     @property
     def commands(self) -> list[list[str]]:
-        """The arguments of each start, in order."""
+        """The arguments of each start of the program, in order."""
         return [
             json.loads(line)
             for line in (self._folder / "commands").read_text().splitlines()
@@ -89,5 +98,5 @@ class StandIn:
 
     @property
     def struck_by(self) -> int:
-        """The signal that ended the worker that waited for one."""
+        """The signal that ended the worker of `wait_for_kill`."""
         return int((self._folder / "signals").read_text())

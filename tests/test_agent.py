@@ -1,5 +1,6 @@
-"""A process that torchrun starts knows its agent from the first moment on, and ends
-with it.
+"""A process that torchrun starts has its agent's pid at once, and ends with the agent.
+
+Processes, because deaths of agents and forks are the subject.
 """
 
 from __future__ import annotations

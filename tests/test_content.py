@@ -1,5 +1,6 @@
-"""Content identities: any change of a small file shows, and of a large one any change
-of its size or its ends.
+"""Content identities change with any change of a small file.
+
+The identity of a large file changes with the file's size, ends and sampled blocks.
 """
 
 from __future__ import annotations

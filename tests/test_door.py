@@ -1,6 +1,4 @@
-"""The attachment by environment variable alone: the processes that it takes, the
-others, and its errors.
-"""
+"""Attachment by environment variable alone: attached processes, others, and errors."""
 
 from __future__ import annotations
 
@@ -142,8 +140,9 @@ def test_another_library_that_is_active_is_named(
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An environment's Python with the door, and with this checkout and this
-    environment's packages.
+    """Return the Python of a new environment with the door.
+
+    The environment has this checkout and the packages of this environment.
     """
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, symlinks=True)
@@ -162,9 +161,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def outcome(python: str, *words: str, **variables: str) -> tuple[int, str, str]:
-    """Return the exit status of a Python process, and what it wrote to standard output
-    and error.
-    """
+    """Return exit status, standard output and standard error of a Python process."""
     hidden = (
         "RANK",
         "WORLD_SIZE",
@@ -226,9 +223,7 @@ def test_a_second_attachment_is_one_error(python: str) -> None:
 
 
 def test_a_launched_process_becomes_the_runner(python: str, tmp_path: Path) -> None:
-    """Its first error is the runner's, about an unknown policy; the script has not
-    begun.
-    """
+    """The first error is the runner's, about an unknown policy: no script has begun."""
     script = tmp_path / "train.py"
     script.write_text("print('begun')\n")
     status, out, error = outcome(python, str(script), **LAUNCHED, MOE_CKPT="gemni")

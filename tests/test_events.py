@@ -1,5 +1,6 @@
-"""The event log: what is appended is read again, over lives, half-written lines and
-files that cannot be written.
+"""The event log: appended events are read again, in spite of crashes and full disks.
+
+A crash may leave a half-written line, and several processes append to one file.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ VALUES = {
 
 
 def value_of(hint: Any) -> Any:
-    """Return a value of a field's type; None is left out."""
+    """Return a value of a field's type; not None if the type allows another value."""
     inner = get_args(hint)
     if not inner:
         return VALUES[hint]
@@ -76,9 +77,7 @@ def evaluated(iteration: int) -> Evaluated:
 
 @contextlib.contextmanager
 def files_at_most(size_bytes: int) -> Iterator[None]:
-    """Let the kernel refuse to grow any file of this process beyond a size, as a full
-    disk does.
-    """
+    """Let the kernel grow no file of this process beyond a size, like a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
     try:

@@ -1,4 +1,4 @@
-"""Typed JSON where several threads meet a type for the first time."""
+"""Typed JSON in several threads that use a type for the first time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ THREADS = 8
 
 
 def read_in_threads(data: bytes) -> list[SnapshotHeader]:
-    """Read a header in several threads at one time, between which the interpreter
-    switches as often as it can.
+    """Read a header in several threads at the same time.
+
+    The interpreter switches between the threads as often as possible.
     """
     sys.setswitchinterval(1e-6)
     together = threading.Barrier(THREADS)
@@ -29,8 +30,9 @@ def read_in_threads(data: bytes) -> list[SnapshotHeader]:
 
 
 def test_a_header_is_first_read_by_several_threads_at_once() -> None:
-    """In new processes, as replica daemons are; msgspec crashes where no decoder was
-    made before.
+    """In new processes, such as replica daemons are.
+
+    msgspec crashes only in a process that has made no decoder for the type before.
     """
     assert (
         run_ranks(4, read_in_threads, header_to_json(HEADER))

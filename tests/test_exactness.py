@@ -1,5 +1,7 @@
-"""Which promise a run's recoveries keep: settings and policies that exclude each other,
-and what loops decide.
+"""The promise of a run's recoveries (`run.exactness`), and settings that exclude it.
+
+For policies, the launcher, a user's own loop, and attached loops, which decide by
+default.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Examples do what they say: the loop of one's own lives through a death and ends where
-it ends without one.
+"""Examples work: the example of an own loop survives deaths, and job scripts parse.
+
+After a death the loop must end with the same state as without a death.
 """
 
 from __future__ import annotations
@@ -49,10 +50,11 @@ OWN_LOOP = ROOT / "examples" / "own_loop.py"
 
 
 def run_own_loop(run: Path) -> int:
-    """Be what torchrun starts; return the exit status."""
-    # as a process that torchrun starts has it, and no test
+    """Run the example as a process of torchrun does; return the exit status."""
+    # the filter and the number of threads of processes that torchrun starts; tests have
+    # others
     warnings.simplefilter("default")
-    torch.set_num_threads(1)  # as torchrun has it
+    torch.set_num_threads(1)
     sys.argv = [str(OWN_LOOP), str(run)]
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(OWN_LOOP), run_name="__main__")
@@ -60,7 +62,7 @@ def run_own_loop(run: Path) -> int:
 
 
 def add_noise() -> None:
-    """Let a gradient differ in each pass, and the loop look for that."""
+    """Make a gradient differ in each pass, and the loop check for such differences."""
     noise, schedule_of = itertools.count(), loop.get_forward_backward_func
 
     def noisy(**options: Any) -> Any:
@@ -75,8 +77,15 @@ def add_noise() -> None:
 def ended_of(
     folder: Path, *kills: Kill, setup: Callable[[], None] | None = None
 ) -> tuple[int | None, str]:
-    """Return the exit status of a job in `folder` / run, and what its processes
-    wrote.
+    """Run the example as a job of two ranks.
+
+    Args:
+        folder: The folder of the logs and of the run folder `run`.
+        kills: Faults to inject.
+        setup: Called in the agent before ranks are forked.
+
+    Returns:
+        The exit status, and the output of all processes.
     """
     folder.mkdir(exist_ok=True)
     run = folder / "run"
@@ -93,9 +102,7 @@ def ended_of(
 
 
 def losses_in(log: str) -> dict[str, str]:
-    """Return the printed losses by iteration; an iteration that was printed twice has
-    one loss.
-    """
+    """Return printed losses by iteration; an iteration printed twice has one loss."""
     found: dict[str, str] = {}
     for iteration, loss in re.findall(r"iteration (\d+): loss (\S+)", log):
         assert found.setdefault(iteration, loss) == loss
@@ -118,7 +125,7 @@ DIGESTS = CheckConfig(
 
 
 def promise_the_state(policy: str) -> None:
-    """Let no pass repeat itself, and a loop promise the state alone, with digests."""
+    """Let no pass repeat itself; the loop has run.exactness=state, and logs digests."""
     clocked.add_noise()
     changes = {
         "ckpt": ckpt_config(policy, **ALL_EXPERTS[policy]),
@@ -134,9 +141,7 @@ def promise_the_state(policy: str) -> None:
 
 
 def differ_by_rank() -> None:
-    """Let replicas build different weights: the run begins with those of the first
-    replica.
-    """
+    """Let replicas build different weights; the run begins with the first replica's."""
     train = own_loop.train_elastic
 
     def train_apart(
@@ -154,28 +159,28 @@ def differ_by_rank() -> None:
 
 
 def without_supervisors() -> None:
-    """Let torchrun's processes train, and save whole checkpoints."""
+    """Let torchrun's processes train without supervisors and save whole checkpoints."""
     differ_by_rank()
     supervised, dense = own_loop.LoopConfig, ckpt_config("dense", every_iters=4)
     own_loop.LoopConfig = lambda **options: supervised(**options | {"ckpt": dense})  # type: ignore[misc,assignment]
 
 
 def end_earlier() -> None:
-    """Ask for fewer iterations than a checkpoint has."""
+    """Request fewer iterations than a checkpoint has."""
     without_supervisors()
     dense = own_loop.LoopConfig
     own_loop.LoopConfig = lambda **options: dense(**options | {"num_iterations": 4})  # type: ignore[misc,assignment]
 
 
 def train_otherwise() -> None:
-    """Ask for other batches than those with which the run has saved its states."""
+    """Request other batches than those with which the run has saved states."""
     without_supervisors()
     dense = own_loop.LoopConfig
     own_loop.LoopConfig = lambda **options: dense(**options | {"num_micro_batches": 1})  # type: ignore[misc,assignment]
 
 
 def change_an_input(text: Path) -> None:
-    """Read a file, of which one rank changes the content in iteration 3."""
+    """Add an input file to the loop, which rank 0 changes in iteration 3."""
     train = own_loop.train_elastic
     own_loop.LoopConfig = functools.partial(own_loop.LoopConfig, inputs=(str(text),))  # type: ignore[misc]
 
@@ -199,7 +204,7 @@ def result_of(run: Path) -> dict[str, Any]:
 def test_a_loop_of_ones_own_ends_with_the_same_state_after_a_death(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Processes: the adapter's way from a fork to the end of a run is the subject."""
+    """Processes, because the whole run from the fork to the end is the subject."""
     jobs = {
         "alone": ended_of(tmp_path / "alone", setup=differ_by_rank),
         "killed": ended_of(
@@ -256,7 +261,7 @@ def test_a_loop_of_ones_own_has_a_state_from_before_after_each_death(
     tmp_path: Path,
     policy: str,
 ) -> None:
-    """Processes: what is compared is what they had in memory before one was killed."""
+    """Processes, because states in their memory before a kill are compared."""
     kills = (
         Kill(rank=1, iteration=4, phase="forward"),
         Kill(rank=0, iteration=6, phase="backward"),
@@ -271,14 +276,14 @@ def test_a_loop_of_ones_own_has_a_state_from_before_after_each_death(
     assert digests.exactness == "state"
     assert len(digests.returns) == len(kills) * 2
     assert first_changed(digests, may_be_older=False) is None
-    if policy != "flowcheck":  # which trains no logged iteration again
+    if policy != "flowcheck":  # flowcheck trains no logged iteration again
         assert max(map(len, digests.states.values())) > 1, "else a replay would pass"
 
 
 def test_a_loop_of_ones_own_ends_where_a_replacement_reads_another_input(
     tmp_path: Path,
 ) -> None:
-    """Processes, as a replacement alone reads the file once more."""
+    """Processes, because only the replacement of a process reads the file again."""
     text = tmp_path / "text"
     text.write_text("first")
     kill = Kill(rank=1, iteration=5, phase="forward")
@@ -305,7 +310,7 @@ def test_a_loop_of_ones_own_ends_where_a_pass_does_not_repeat_itself(
 def test_an_error_of_a_supervisor_in_a_loop_of_ones_own_is_one_line(
     tmp_path: Path,
 ) -> None:
-    """Processes, as ranks say an error once through the store that they share."""
+    """Processes, because ranks use a common store to print an error only once."""
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "run").write_text("a file, and no folder")
     status, log = ended_of(tmp_path / "job")
@@ -318,9 +323,7 @@ def test_an_error_of_a_supervisor_in_a_loop_of_ones_own_is_one_line(
 
 
 def test_the_slurm_script_starts_a_run_that_parses(tmp_path: Path) -> None:
-    """Programs in place of Slurm's: `srun` writes the words that it should run on each
-    node.
-    """
+    """Uses stand-ins for Slurm's programs: `srun` writes the command of each node."""
     words = tmp_path / "words"
     for name, text in {
         "scontrol": "echo node-1; echo node-2",
@@ -358,7 +361,7 @@ def test_the_slurm_script_starts_a_run_that_parses(tmp_path: Path) -> None:
     )
 
 
-# of the pod specification of Kubernetes' core/v1, those that the example may use
+# fields of the pod specification of Kubernetes' core/v1 that the example may use
 POD_FIELDS = {
     *("containers", "volumes", "terminationGracePeriodSeconds"),
 }

@@ -1,4 +1,4 @@
-"""`--help` of every command, and an option that there is not: one table."""
+"""`--help` and an unknown option of every command, in one table."""
 
 from __future__ import annotations
 
@@ -50,9 +50,11 @@ SCRIPTS = tuple(
         *("test_releases", "write_configuration", "write_trace"),
     )
 )
-"""Without those that import training for seconds: endurance, write_captures,
-write_golden.
+"""Scripts without those that import training code for seconds.
+
+These are endurance, write_captures and write_golden.
 """
+
 NEEDED = {
     "door": ["install"],
     "door_file": ["install"],
@@ -63,16 +65,20 @@ NEEDED = {
     "run_on_hosts": ["1", "job"],
     "test_releases": ["--torch", "2.15.0"],
 }
-"""Words that a command cannot do without."""
+"""Required arguments, by the last word of a command."""
+
 SLOW = ("torch", "megatron", "transformer_engine", "hydra")
 """Packages whose import takes seconds."""
 
 
 def run_all() -> dict[str, dict[str, tuple[int, str, list[str]]]]:
-    """Return what each command does with `--help` and with an unknown option.
+    """Return results of each command with `--help` and with an unknown option.
 
-    In a process of its own: that of a test has imported torch, and whether `--help`
-    does is a question here.
+    A separate process runs the commands, because the process of a test has imported
+    torch, and tests check whether `--help` imports torch.
+
+    Returns:
+        By command and option: exit status, output, and imported slow packages.
     """
     entries = {
         entry: NEEDED.get(re.split(r"[ ./]", entry.removesuffix(".py"))[-1], [])
@@ -106,6 +112,6 @@ def test_help_imports_nothing_slow(entry: str) -> None:
 
 
 def test_the_help_of_a_command_names_no_file_of_a_checkout() -> None:
-    """A wheel has none of these files."""
+    """A wheel has none of the files of a checkout."""
     said = made_once(run_all)["moe-ckpt train"]["--help"][1]
     assert re.findall(r"\b(?:launcher|scripts|docs|benchmarks)/\S+", said) == []

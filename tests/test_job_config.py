@@ -1,6 +1,4 @@
-"""Every setting of a job reaches the job, in the launcher, in a loop of one's own and
-in an attached loop.
-"""
+"""Every setting reaches the job, in the launcher, an own loop and an attached loop."""
 
 from __future__ import annotations
 
@@ -50,8 +48,7 @@ RUNTIME: dict[str, Any] = {
 """A value for each key of conf/runtime, none of them the default."""
 
 CHECKS = {"digest_every_iters": 5, "digest_tensors": True, "leave_out": "moments"}
-"""A value for each key of `run` that describes comparisons, none of them the default.
-"""
+"""A value for each key of `run` about comparisons, none of them the default."""
 
 LOST = {"iteration": 4, "stage": 0, "phase": "step", "dp_rank": None}
 
@@ -111,7 +108,7 @@ def test_the_values_differ_from_all_defaults() -> None:
 
 @pytest.mark.parametrize("way", [launched, attached, own])
 def test_each_setting_reaches_the_job(way: Callable[[str], JobConfig]) -> None:
-    """`moe_ckpt.loop` and `run_elastic` see this value alone, whichever loop trains."""
+    """`moe_ckpt.loop` and `run_elastic` use only `JobConfig`, whichever loop trains."""
     job = way("/run")
     assert asdict(job.runtime) == RUNTIME
     assert {key: getattr(job.checks, key) for key in CHECKS} == CHECKS
@@ -128,7 +125,8 @@ def test_each_setting_reaches_the_job(way: Callable[[str], JobConfig]) -> None:
 def test_a_report_finds_the_policy(
     way: Callable[[str], JobConfig], tmp_path: Path
 ) -> None:
-    from launcher.report.read import read_runs  # noqa: PLC0415 - the page's libraries
+    # imported here, because the module imports the libraries of the report
+    from launcher.report.read import read_runs  # noqa: PLC0415
 
     (tmp_path / "run.json").write_text("{}")
     (tmp_path / "config.yaml").write_text(way("/run").folder.configuration)
@@ -198,8 +196,9 @@ def test_settings_of_the_launchers_display_are_refused_elsewhere(key: str) -> No
 def test_a_run_folder_that_is_no_utf8_is_one_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its path goes into JSON and to other ranks, also where only the working directory
-    has such a name.
+    """The path is written into JSON and sent to other ranks.
+
+    The check includes the name of the working directory.
     """
     named = r"^run.dir: got '.*run\\udcff.*', wanted a path in UTF-8$"
     with pytest.raises(ConfigError, match=named):

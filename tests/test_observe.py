@@ -1,6 +1,4 @@
-"""What a script gives to `moe_ckpt.observe.observe`: the tensors of its state, by
-names.
-"""
+"""`moe_ckpt.observe.observe` finds and names the tensors of a script's state."""
 
 from __future__ import annotations
 
@@ -58,7 +56,7 @@ def names_of_an_optimizer() -> list[str]:
 
 
 def test_an_optimizer_of_megatron_core_has_masters_and_moments() -> None:
-    """In a rank of its own, as Megatron-Core's groups are those of a process."""
+    """In a separate rank, because Megatron-Core's groups belong to a whole process."""
     [names] = run_ranks(1, names_of_an_optimizer)
     for part in (".exp_avg", ".exp_avg_sq", ".masters.", ".loss_scale", ".lr"):
         assert any(part in name for name in names), part

@@ -1,6 +1,4 @@
-"""The package as users get it: the public names, the command, and a wheel outside the
-checkout.
-"""
+"""The package of users: public names, the command, and a wheel outside the checkout."""
 
 from __future__ import annotations
 
@@ -89,8 +87,9 @@ def test_the_page_of_settings_is_up_to_date() -> None:
 def test_the_wheel_records_every_file_and_runs_nothing_at_the_start_of_python(
     tmp_path: Path,
 ) -> None:
-    """An unpacked wheel is what `pip install` puts into site-packages, where Python
-    reads all .pth files.
+    """The unpacked wheel equals the files that `pip install` puts into site-packages.
+
+    In site-packages, Python reads all .pth files at its start.
     """
     run(
         sys.executable,
@@ -152,8 +151,8 @@ def test_a_wheel_outside_the_checkout_simulates_and_shows_its_settings(
     venv.create(tmp_path / "empty", with_pip=True)
     python = str(tmp_path / "empty" / "bin" / "python")
     run(python, "-m", "pip", "install", "-q", "--no-deps", str(wheel), cwd=tmp_path)
-    # the dependencies come from this environment; its link to the checkout is not
-    # followed
+    # the dependencies come from this environment; Python does not follow the
+    # environment's link to the checkout
     packages = next((tmp_path / "empty" / "lib").glob("python*/site-packages"))
     (packages / "dependencies.pth").write_text(
         str(Path(pytest.__file__).parents[1]) + "\n"

@@ -1,8 +1,7 @@
-"""Files of a job belong to its user alone: without a umask, each of their writers gives
-the modes 0600 and 0700.
+"""Only the user of a job can open the job's files: modes are 0600 and 0700.
 
-The job of `launcher/test_elastic_ends.py` with a second one beside it has no umask,
-either.
+Each writer sets these modes without the help of a umask. The job of
+`launcher/test_elastic_ends.py` that has a second job beside it has no umask, either.
 """
 
 from __future__ import annotations
@@ -36,9 +35,7 @@ from tests.replication.peers import Ranks, copy, ranks_in
 
 @pytest.fixture
 def root(tmp_path: Path) -> Iterator[Path]:
-    """Return the path of a folder that is to be created, in a process without a
-    umask.
-    """
+    """Return the path of a folder to create, in a process without a umask."""
     with no_umask():
         yield tmp_path / "root"
 
@@ -161,7 +158,7 @@ def test_no_link_is_opened(root: Path, flags: int) -> None:
 
 
 def test_a_folder_that_is_there_keeps_its_mode(root: Path) -> None:
-    """A user may share a run folder on purpose."""
+    """A user may have shared a run folder on purpose."""
     root.mkdir(mode=0o750)
     make_private(root / "a" / "b")
     write_private(root / "a" / "file", b"content")

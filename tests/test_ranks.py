@@ -1,7 +1,6 @@
-"""The helper that other tests trust: ranks are real, failures are readable, nothing
-hangs.
+"""`tests.ranks`: ranks are real processes, failures are readable, and nothing hangs.
 
-Tests of status pages and of devices that hang prove that a killed rank fails its test.
+Tests of status pages and of hanging devices prove that a killed rank fails its test.
 """
 
 import os

@@ -1,6 +1,4 @@
-"""Small files with room of their own: a full memory and a torn write leave a
-content.
-"""
+"""Small files with reserved space: a full memory and a torn write leave a content."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ def test_a_memory_without_room_is_named(tmp_path: Path) -> None:
 def test_a_write_that_is_cut_off_leaves_the_content_before(
     num_bytes: int, tmp_path: Path
 ) -> None:
-    """The bytes of the third write up to `num_bytes` have reached the file."""
+    """Only the first `num_bytes` changed bytes of the third write are in the file."""
     path = tmp_path / "file"
     file = ReservedFile(path)
     file.write(b"content one")

@@ -1,6 +1,4 @@
-"""Rules that the texts of files show: imports, sleeps and pickles, and the files and
-tests that documents name.
-"""
+"""Rules about the texts of files: imports, sleeps, pickles, and names in documents."""
 
 from __future__ import annotations
 
@@ -56,7 +54,8 @@ USE_TORCH_DISTRIBUTED = {  # process groups, stores and what is inside them
     ),
     "nccl_backend",
 }
-"""Modules of moe_ckpt/elastic."""
+"""Modules of moe_ckpt/elastic that may use torch.distributed."""
+
 IMPORT = re.compile(
     r"^\s*(?:from\s+\S+\s+)?import\s+(?:\([^)]*\)|[^\n]*)", re.MULTILINE
 )
@@ -74,14 +73,12 @@ def texts() -> dict[str, str]:
 
 
 def imports(text: str, name: str) -> bool:
-    """Return whether an import statement names what the pattern `name` matches."""
+    """Return whether an import statement has a match of the pattern `name`."""
     return any(re.search(name, statement) for statement in IMPORT.findall(text))
 
 
 def sleeps(text: str) -> bool:
-    """Return whether a module calls something like time.sleep(); what a string says
-    does not count.
-    """
+    """Return whether a module calls something like time.sleep(), outside strings."""
     nodes = list(ast.walk(ast.parse(text))) if "sleep" in text else []
     calls = [node.func for node in nodes if isinstance(node, ast.Call)]
     return imports(text, r"\btime import.*\bsleep") or any(
@@ -108,7 +105,7 @@ def test_only_modules_with_a_reason_sleep() -> None:
 
 
 def test_the_engine_reaches_other_ranks_through_the_seam_alone() -> None:
-    """`collectives.Ranks`: all else would need processes to be tested."""
+    """The seam is `collectives.Ranks`; other ways would need processes in tests."""
     files = [
         path
         for folder in ("elastic", "engine", "snapshot", "replication", "durable")
@@ -127,8 +124,9 @@ def test_the_engine_reaches_other_ranks_through_the_seam_alone() -> None:
 
 
 def test_no_pickle_is_read_from_disks_or_peers() -> None:
-    """A pickle runs code of its author. Workers' object collectives and Megatron's
-    checkpoints are elsewhere.
+    """A pickle runs code of the pickle's author.
+
+    Object collectives of workers and Megatron's checkpoints are in other folders.
     """
     pattern = re.compile(
         r"\b(?:import|from)"
@@ -151,8 +149,9 @@ def test_no_pickle_is_read_from_disks_or_peers() -> None:
 
 
 def test_documents_name_files_that_exist() -> None:
-    """Links, and names of files in backticks; the latter may leave out moe_ckpt/ and
-    tests/launcher/.
+    """Checks links, and names in backticks.
+
+    Names in backticks may leave out moe_ckpt/, tests/ and tests/launcher/.
     """
     pages = [
         ROOT / "README.md",
@@ -168,8 +167,10 @@ def test_documents_name_files_that_exist() -> None:
 
 
 def named_files(text: str, page: Path) -> list[str]:
-    """Return the files that a page names and that do not exist; outputs of runs are not
-    files of the repository.
+    """Return files that a page names and that do not exist.
+
+    Paths with the placeholder NAME do not count. Neither do outputs of runs, which are
+    not files of the repository.
     """
     links = [
         link

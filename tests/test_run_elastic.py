@@ -1,4 +1,4 @@
-"""The processes of a supervised rank: what is left of one for the next start."""
+"""The exit status of a supervisor decides whether memory stays for the next start."""
 
 from __future__ import annotations
 
@@ -25,7 +25,12 @@ W, F, G = Ended.WELL, Ended.FOR_GOOD, Ended.TO_GO_ON
         (3, 3, 1, F),
         (3, 3, STORE_LOST, F),
         (3, 3, FENCED, F),
-        (0, None, 1, G),  # not torchrun, which may start it again
+        (
+            0,
+            None,
+            1,
+            G,
+        ),  # another starter than torchrun, which may start the rank again
         (0, 3, 128 + signal.SIGINT, F),  # a user ends the job
         (0, 0, REQUEUE, G),  # torchrun sends SIGTERM also where nodes come and go
         (0, 0, 128 + signal.SIGTERM, G),

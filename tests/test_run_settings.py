@@ -1,6 +1,4 @@
-"""The command line of moe_ckpt.run: what it means, and one clear error for each
-mistake.
-"""
+"""The command line of moe_ckpt.run: settings, and one clear error for each mistake."""
 
 from __future__ import annotations
 

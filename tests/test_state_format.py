@@ -1,4 +1,4 @@
-"""Bytes that a number format takes, against the table of docs/design.md."""
+"""Bytes per parameter of number formats equal the table of docs/design.md."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ def format_of(row: str) -> StateFormat:
 def test_a_full_part_has_compute_weights_unless_masters_give_them(
     row: str, sizes: tuple[int, int, int]
 ) -> None:
-    """Bytes of compute weights, of the state as the paper counts it, and of a full
-    part.
-    """
+    """`sizes`: bytes of compute weights, of the paper's state, and of a full part."""
     stored = format_of(row)
     assert str(stored) == row
     assert (stored.compute_bytes, stored.state_bytes, stored.full_bytes) == sizes

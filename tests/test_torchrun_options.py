@@ -1,6 +1,4 @@
-"""Options of torchrun in our own commands: the table is torchrun's, and each spelling
-of a value works.
-"""
+"""Options of torchrun in moe-ckpt's own commands: all options, in all spellings."""
 
 from __future__ import annotations
 
@@ -28,11 +26,12 @@ def script(tmp_path: Path) -> str:
 
 
 def test_the_table_has_all_options_of_torchrun() -> None:
-    """By torchrun's own usage: an option that torch adds, or one with a value from now
-    on, is missing here then.
+    """Compares with torchrun's own usage.
+
+    Fails when a release of torch adds an option, or adds a value to an option.
     """
     usage = get_args_parser().format_usage().replace("\n", " ")
-    # shown as -r and -t
+    # the usage shows these two as -r and -t
     with_value = set(re.findall(r"\[--([\w-]+) [A-Z{]", usage)) | {"redirects", "tee"}
     flags = set(re.findall(r"\[--([\w-]+)\]", usage))
     assert with_value <= {*WITH_VALUE, *OF_SHELLS}

@@ -1,5 +1,6 @@
-"""The bytes of a stage's operators: kept for pairs that have any, and the same as they
-were given.
+"""Tables of operators' bytes: kept as given, and only for pairs with any bytes.
+
+A pair is a rank and an operator.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ def named(count: int, layer: int = 0) -> Sequence[OperatorId]:
 
 @st.composite
 def given_bytes(draw: st.DrawFn) -> tuple[IntArray, IntArray, IntArray | None]:
-    """Full state, compute weights and moments of one to four ranks, most of them 0."""
+    """Return bytes of full state, compute weights and moments, by rank and operator.
+
+    One to four ranks; many of the numbers are 0.
+    """
     shape = (draw(st.integers(1, 4)), draw(st.integers(0, 6)))
     numbers = st.just(0) | st.integers(0, 1 << 45)
     full, compute = (

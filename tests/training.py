@@ -1,4 +1,4 @@
-"""Whole runs on forked ranks, as `torchrun launcher/train.py` makes them, for tests."""
+"""Whole runs on forked ranks for tests, like those of `torchrun launcher/train.py`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.waits import JOB_S
 
 T = TypeVar("T")
 
-# the same bytes everywhere
+# the LICENSE has the same bytes in every checkout
 LICENSE_AS_TEXT = ("data=text", f"data.path={ROOT / 'LICENSE'}")
 
 FAST = (
@@ -45,19 +45,16 @@ FAST = (
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """SIGKILL these ranks at this point of this iteration: a real death, with nothing
-    flushed or closed.
-
-    Phases: start, gradients, before-save, while-saving, after-save.
-    """
+    """A SIGKILL of ranks at a point: a real death, with nothing flushed or closed."""
 
     ranks: tuple[int, ...]
     iteration: int
     phase: str
+    """start, gradients, before-save, while-saving or after-save."""
 
 
 class KillingHooks:
-    """Dies on cue, else passes on."""
+    """Hooks that kill this process at the point of a `Kill`, else call `inner`."""
 
     def __init__(self, inner: TrainingHooks, kill: Kill, folder: Path) -> None:
         self._inner = inner
@@ -111,11 +108,20 @@ def train(
     setup: Callable[[], None] | None = None,
     timeout_s: float = JOB_S,
 ) -> dict[str, Any]:
-    """Run on forked ranks with run.dir=`folder` and return the result; raises
-    RankFailedError where a rank fails.
+    """Train on forked ranks and return the result of rank 0.
 
-    With `max_file_bytes` the kernel refuses to let any file grow larger, as a full disk
-    would. Each rank calls `setup`, a function of a module, before it trains.
+    Args:
+        world_size: The number of ranks.
+        folder: The run folder.
+        overrides: Settings of the launcher.
+        kill: Kills ranks during the training.
+        max_file_bytes: The size in bytes beyond which the kernel lets no file grow, as
+            with a full disk.
+        setup: A module's function that each rank calls before the training.
+        timeout_s: Time limit, in seconds.
+
+    Raises:
+        RankFailedError: A rank failed.
     """
     settings = job_settings(folder, *overrides)
     arguments = (settings, kill, folder, max_file_bytes, setup)
@@ -136,8 +142,9 @@ def job_settings(folder: Path, *overrides: str) -> Settings:
 
 
 def small_settings(*overrides: str) -> Settings:
-    """Return the settings of a small run; Hydra needs longer to compose them than a
-    rank for an iteration.
+    """Return the settings of a small run, composed once in a test session.
+
+    Hydra needs longer to compose settings than a rank needs for an iteration.
     """
     return made_once(_compose, *overrides)
 
@@ -147,8 +154,9 @@ def _compose(*overrides: str) -> Settings:
 
 
 def fast(*overrides: str) -> tuple[str, ...]:
-    """Return the overrides, put over those that make a run small; the text is the
-    LICENSE unless they choose other.
+    """Return the overrides of a small run, followed by `overrides`.
+
+    The training data is the LICENSE unless `overrides` choose other data.
     """
     chooses_data = any(override.startswith("data=") for override in overrides)
     return (*FAST, *(() if chooses_data else LICENSE_AS_TEXT), *overrides)
@@ -174,8 +182,10 @@ def _run_rank(
 
 
 def losing(*lost: tuple[Any, ...]) -> tuple[str, ...]:
-    """Return overrides for ckpt=moevement in which state is lost: (iteration, stage,
-    phase[, data-parallel rank]).
+    """Return overrides of a run with ckpt=moevement that loses state.
+
+    Args:
+        lost: The losses, each as (iteration, stage, phase[, data-parallel rank]).
     """
     keys = ("iteration", "stage", "phase", "dp_rank")
     losses = (
@@ -190,15 +200,13 @@ def losing(*lost: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def events_of(folder: Path, kind: type[T], global_rank: int = 0) -> list[T]:
-    """Return one rank's events of a kind, over all lives, in the order in which they
-    happened.
-    """
+    """Return one rank's events of a kind, of all processes of the rank, in order."""
     logged = read_events(folder / "events" / f"rank{global_rank:04d}.jsonl")
     return [entry.event for entry in logged if isinstance(entry.event, kind)]
 
 
 def losses(folder: Path) -> dict[int, float]:
-    """Return the loss of every iteration; where one ran twice, both must agree."""
+    """Return losses by iteration; an iteration that ran twice must have one loss."""
     found: dict[int, float] = {}
     for event in events_of(folder, IterationCommitted):
         assert found.setdefault(event.iteration, event.loss) == event.loss, event

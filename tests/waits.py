@@ -1,17 +1,16 @@
-"""How long a test waits before it fails: some 15 times as long as a quiet machine
-needs, for one with a load of 30.
+"""Time limits of waits in tests, in seconds, after which a test fails.
 
-No test waits for the end of these times, unless it fails.
+The limits are some 15 times as long as a quiet machine needs, and are meant for a
+machine with a load of 30. A test that passes never waits until a limit.
 """
 
 from __future__ import annotations
 
 WAIT_S = 180.0
-"""For what a process does in a fraction of a second."""
+"""Limit for work that a process does in a fraction of a second."""
 
 START_S = 300.0
-"""For the start of a process: the first one of a test run imports torch and Megatron.
-"""
+"""Limit for the start of a process; the first one imports torch and Megatron."""
 
 JOB_S = 900.0
-"""For the end of a job."""
+"""Limit for the end of a job."""

@@ -1,8 +1,9 @@
 """The papers' claims about partial checkpoints, beside measurements. Pure.
 
-Two losses are alike where they are no further apart than, in the same iteration, runs
-without faults that are nudged: the same model, seed and batches, and an epsilon of
-Adam's that is larger by what should not matter.
+A nudged run repeats the run without faults: same model, seed and batches. Only the
+epsilon of Adam is slightly larger, which should not matter. Two losses of an iteration
+are alike if the losses are no further apart than the runs of `ALIKE` in the same
+iteration.
 """
 
 from __future__ import annotations
@@ -40,28 +41,50 @@ _OF_MOC = (MOC, MOC_LOAD, *(name for pair in _DYNAMIC for name in pair))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """A claim, whether it holds here (None: its runs are not there, or none puts it to
-    the test), and the numbers.
-    """
+    """The verdict of the measurements on a claim."""
 
     claim: str
+    """The claim, as text."""
+
     source: str
+    """Paper and section, or page, that makes the claim."""
+
     holds: bool | None
+    """Whether the claim holds here.
+
+    None: runs that the claim needs are missing, or no run puts the claim to the test.
+    """
+
     measured: str
+    """The numbers behind the verdict, as text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Claim:
-    """`judge` returns whether it holds, and the numbers, of runs that are all there."""
+    """A claim, and how to judge the claim."""
 
     text: str
+    """The claim, as text."""
+
     source: str
+    """Paper and section, or page, that makes the claim."""
+
     needs: tuple[str, ...]
+    """Names of runs without which the claim is not judged."""
+
     judge: Callable[[Runs], tuple[bool | None, str]]
+    """Return value: whether the claim holds, and the numbers.
+
+    All runs of `needs` are in the argument.
+    """
 
 
 def judge(runs: Runs) -> list[Verdict]:
-    """Return the verdict on each claim, by name of the runs as in variants."""
+    """Return the verdict on each claim.
+
+    Args:
+        runs: The measured runs, by their names in `variants`.
+    """
     found = []
     for claim in _CLAIMS:
         missing = [name for name in claim.needs if name not in runs]
@@ -77,18 +100,21 @@ def judge(runs: Runs) -> list[Verdict]:
 
 
 def above(run: Measured, reference: Measured) -> dict[int, float]:
-    """Return by how much each evaluation lies above that of a run without faults,
-    nats.
+    """Return how far each evaluation lies above the reference, by iteration, in nats.
+
+    Args:
+        run: The run.
+        reference: The run of the same model without faults.
     """
     return {at: loss - reference.evaluated[at] for at, loss in run.evaluated.items()}
 
 
 def jumps(run: Measured, reference: Measured) -> list[float]:
-    """Return for each fault how far the training loss of the first new iteration is
-    above that without faults, nats.
+    """Return how far training lies above the reference after each fault, in nats.
 
-    Both have the same batch and dropout: differences come from experts' losses in this
-    fault and before.
+    The loss is the loss of the first iteration after the rollback. Both runs have the
+    same batch and dropout in this iteration, so a difference comes from the training
+    that experts lost by this fault and by earlier faults.
     """
     return [
         run.losses[fault.back_to + 1] - reference.losses[fault.back_to + 1]
@@ -97,8 +123,9 @@ def jumps(run: Measured, reference: Measured) -> list[float]:
 
 
 def peaks(run: Measured, reference: Measured) -> list[float]:
-    """Return the highest that each fault has lifted a loss until the next one, in
-    evaluations and where it restarts.
+    """Return the highest lift of a loss from each fault until the next one, in nats.
+
+    Evaluations count, and the training loss of the first iteration after the rollback.
     """
     higher = above(run, reference)
     evaluated = [
@@ -109,8 +136,10 @@ def peaks(run: Measured, reference: Measured) -> list[float]:
 
 
 def remains(run: Measured, reference: Measured) -> dict[int, float]:
-    """Return what is left of a lift at the last evaluation before the next fault, or
-    the end, by iteration.
+    """Return the lift that remains of each fault, by iteration, in nats.
+
+    The lift is measured by the last evaluation before the next fault, or before the
+    end.
     """
     higher = above(run, reference)
     return {
@@ -120,16 +149,19 @@ def remains(run: Measured, reference: Measured) -> dict[int, float]:
 
 
 def spread(runs: Runs, iteration: int) -> float:
-    """Return how far apart nudged runs are in an iteration's evaluation, most to least,
-    nats.
+    """Return how far the runs of `ALIKE` are apart in an evaluation, in nats.
+
+    The largest loss less the smallest.
     """
     losses = [runs[name].evaluated[iteration] for name in ALIKE]
     return max(losses) - min(losses)
 
 
 def _spans(run: Measured) -> Iterator[range]:
-    """Yield the iterations after each fault, from the one that it struck until the next
-    fault strikes.
+    """Yield the iterations of each fault.
+
+    A range begins with the iteration that the fault struck, and ends where the next
+    fault strikes, or with the run.
     """
     end = max(run.evaluated) + 1
     yield from (

@@ -1,5 +1,6 @@
-"""A figure of panels with lines as SVG, by hand: readable on light and dark pages, and
-in a text editor. Pure.
+"""A figure of panels with lines as SVG, written without a plotting library. Pure.
+
+The figure is readable on light and dark pages, and its source in a text editor.
 """
 
 from __future__ import annotations
@@ -32,34 +33,50 @@ _STYLE = """\
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """Points joined by a line. `style`: a key of _STYLES, with " dashed" or not; what
-    comes first is below.
-    """
+    """Points joined by a line."""
 
     name: str
+    """Name in the legend."""
+
     style: str
+    """Key of `_STYLES`, with " dashed" or not."""
+
     points: Points
+    """Pairs of x and y, in the order of the line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """Axes with lines.
-
-    `marks`: faults, by iteration, with who was hit. `band`: half the width of one about
-    zero, by x; it is cut off where it leaves what lines need.
-    """
+    """Axes with lines."""
 
     title: str
+    """Title above the axes."""
+
     y: str
+    """Title of the vertical axis."""
+
     lines: Sequence[Line]
+    """Lines; the first line lies below all others."""
+
     marks: Sequence[tuple[float, str]]
+    """Pairs of a fault's iteration and the rank or node that was hit."""
+
     has_legend: bool = False
+    """Whether the panel has a legend of the lines."""
+
     band: Points = ()
+    """Half the width of a band about zero, by x.
+
+    The band is cut off at the ends of the vertical axis.
+    """
 
 
 def draw(rows: Sequence[Sequence[Panel]], x: str) -> str:
-    """Return the panels, row by row, as one SVG; `x` is the title of all horizontal
-    axes.
+    """Return panels as one SVG.
+
+    Args:
+        rows: The panels, row by row.
+        x: The title of all horizontal axes.
     """
     width, height = _WIDTH * max(map(len, rows)), _HEIGHT * len(rows)
     parts = [
@@ -81,8 +98,10 @@ def draw(rows: Sequence[Sequence[Panel]], x: str) -> str:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Return round numbers between two others, both included where they are round: 0
-    and 400 make 0, 100, to 400.
+    """Return round numbers at equal distances between two others.
+
+    `low` and `high` are included if they are round: 0 and 400 make 0, 100, 200, 300,
+    400.
     """
     rough = (high - low) / _TICKS_WANTED
     power = 10.0 ** math.floor(math.log10(rough))
@@ -126,7 +145,7 @@ def _style() -> str:
 
 
 class _Scale:
-    """From data to a panel's own coordinates."""
+    """Maps data to a panel's own coordinates."""
 
     def __init__(self, panel: Panel) -> None:
         xs = [x for line in panel.lines for x, _ in line.points]
@@ -156,8 +175,9 @@ class _Scale:
         )
 
     def points(self, points: Points) -> str:
-        """Return points as SVG has them, those above and below the axes on their
-        edge.
+        """Return points as SVG has them.
+
+        Points above or below the vertical axis are moved to its end.
         """
         return " ".join(
             f"{self.x(x)},{self.y(min(max(y, self.low_y), self.high_y))}"

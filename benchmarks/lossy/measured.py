@@ -1,5 +1,6 @@
-"""Measurements of partial checkpoints from a run folder: losses, lost tokens, bytes of
-snapshots.
+"""Measurements of partial checkpoints from a run folder.
+
+Owns: losses, lost tokens and bytes of snapshots.
 """
 
 from __future__ import annotations
@@ -24,38 +25,57 @@ from moe_ckpt.events import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """One that `struck` in this iteration; all went on after `back_to`. `who`: a rank,
-    or a node with its memory.
-    """
+    """A fault of a run."""
 
     struck: int
+    """Iteration that the fault fell into."""
+
     back_to: int
+    """Iteration after which all ranks continued."""
+
     who: str
+    """Rank that was hit, or the node of a rank with its memory, as text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """A run. Losses in nats per token, by iteration, of the last time that it was
-    trained.
+    """Measurements of a run.
 
-    `plt` and `mlt` are shares of all tokens of the run, `plt_of_first` what the first
-    fault has cost of them. `snapshot_bytes`: the mean over snapshots, of all ranks
-    together; None without any. `experts`: experts of each layer in the last one.
-    `boost_left`: lost tokens that have not been made up by more capacity, None where
-    there was no such thing.
+    Where an iteration ran more than once, the last loss counts.
     """
 
     evaluated: Mapping[int, float]
+    """Evaluation losses by iteration, in nats per token."""
+
     losses: Mapping[int, float]
+    """Training losses by iteration, in nats per token."""
+
     faults: tuple[Fault, ...]
+    """Faults, in order."""
+
     plt: float
+    """Lost tokens as a share of all tokens of the run, mean over MoE layers."""
+
     mlt: float
+    """As `plt`, but the sum over MoE layers."""
+
     plt_of_first: float
+    """As `plt`, lost by the first fault alone."""
+
     lost_tokens: int
+    """Lost tokens of all faults and MoE layers."""
+
     boost_left: int | None
+    """Lost tokens that more capacity has not made up yet; None without a boost."""
+
     experts: int | None
+    """Experts of a layer in the last partial snapshot; None without such snapshots."""
+
     snapshot_bytes: float | None
+    """Mean size of a snapshot, all ranks together; None without snapshots."""
+
     digests: tuple[str, ...]
+    """Digest of the final state, by rank."""
 
     @property
     def last_evaluation(self) -> float:
@@ -63,7 +83,7 @@ class Measured:
 
 
 def read_measured(path: Path) -> Measured:
-    """Return what a finished run has measured."""
+    """Return the measurements of a finished run, from its folder."""
     facts = gather(read_run(path))
     result = json.loads((path / "result.json").read_text())
     of_ranks = [
@@ -91,7 +111,7 @@ def read_measured(path: Path) -> Measured:
 
 
 def _fault(episode: Episode, injected: list[InjectedFault]) -> Fault:
-    """Return a recovery as the fault that was inflicted nearest to it."""
+    """Return the fault of a recovery, from the injected fault nearest to it."""
     assert episode.iteration is not None, episode
     nearest = min(
         injected, key=lambda fault: abs((fault.iteration or 0) - episode.struck)
@@ -105,14 +125,15 @@ def _fault(episode: Episode, injected: list[InjectedFault]) -> Fault:
 
 
 def _of_whole_run(told: Sequence[TokensLost], share: str, iterations: int) -> float:
-    """Return what a recovery told as a share of the tokens until then as one of the
-    whole run; without any, 0.
+    """Return a share of lost tokens relative to the whole run; 0 without recoveries.
+
+    A recovery reports the share relative to the tokens until the recovery.
     """
     return sum(getattr(event, share) * event.iteration / iterations for event in told)
 
 
 def _boost_left(of_ranks: list[list]) -> int | None:
-    """Return what is left of the deficits that ranks tell last, each stage once."""
+    """Return the sum of the last reported deficits, each stage once."""
     last = {}
     for event in (
         event

@@ -1,5 +1,6 @@
-"""The page and the figure about partial checkpoints: text, tables and panels of the
-measurements. Pure.
+"""The page and the figure about partial checkpoints. Pure.
+
+Owns: text, tables and panels of the measurements.
 """
 
 from __future__ import annotations
@@ -105,13 +106,22 @@ Commit {commit}, {hardware}, {packages}.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Circumstances:
-    """Of the runs: the command, how many iterations, and on what."""
+    """Circumstances of the runs."""
 
     command: str
+    """Command that made the page."""
+
     iterations: int
+    """Iterations of each run."""
+
     commit: str
+    """Commits at which the runs were trained."""
+
     hardware: str
+    """Processor of the machine, with the number of cores."""
+
     packages: str
+    """Releases of torch, Megatron-Core and Python."""
 
 
 def page_of(runs: Runs, given: Circumstances) -> str:
@@ -146,8 +156,11 @@ def page_of(runs: Runs, given: Circumstances) -> str:
 
 
 def panels_of(runs: Runs) -> list[list[Panel]]:
-    """Return the figure's panels: losses above, differences below, a column for each
-    model.
+    """Return the figure's panels, row by row.
+
+    The first row has losses, the second row differences to the run without faults. Each
+    model that was run has a column: with and without a limit to the capacity of
+    experts.
     """
     sides = [
         ("experts take any number of tokens", _ANY),
@@ -212,7 +225,7 @@ def _rows(runs: Runs) -> Iterator[tuple[str, ...]]:
     for variant in VARIANTS:
         if variant.name in runs:
             run = runs[variant.name]
-            # the last of a name counts
+            # the last override of a setting counts
             settings = dict(override.split("=") for override in variant.overrides)
             reference = runs.get(variant.reference or "")
             said = " ".join(f"`{name}={value}`" for name, value in settings.items())

@@ -1,5 +1,6 @@
-"""The runs: policies with their settings, and the four faults of all runs but the
-references. Pure.
+"""The runs about partial checkpoints: policies, settings and faults. Pure.
+
+All runs but the references have the same four faults.
 """
 
 from __future__ import annotations
@@ -12,13 +13,19 @@ PLT_LIMIT = 0.0375
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """A run. `reference`: the one without faults that trains the same model; None: it
-    is one, and has no faults.
-    """
+    """A run."""
 
     name: str
+    """Name of the run."""
+
     reference: str | None
+    """Name of the run without faults that trains the same model.
+
+    None: this run is a reference itself, and has no faults.
+    """
+
     overrides: tuple[str, ...]
+    """Settings of the launcher."""
 
 
 NONE, NUDGED, NUDGED_MORE, OTHER_SEED = (
@@ -80,14 +87,18 @@ COMMON = (
     "train.eval_every_iters=10",
     "run.tensorboard=false",
     "run.progress=none",
-    # a machine that others use, too, may leave a process waiting
+    # on a machine with other users a process may wait for a CPU
     "runtime.heartbeat_s=20",
 )
 
 
 def faults(iterations: int) -> list[str]:
-    """Return four kills, a fifth of the run apart, each just before an evaluation; one
-    takes a node with its memory.
+    """Return the settings of four kills, a fifth of the run apart.
+
+    Each kill comes just before an evaluation. One kill takes a node with its memory.
+
+    Args:
+        iterations: The iterations of the run.
     """
     at = [iterations * fifth // 5 for fifth in range(1, 5)]
     kills = (

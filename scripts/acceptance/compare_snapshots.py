@@ -1,9 +1,8 @@
-"""Train as launcher/train.py does, and compare each snapshot in host memory with copies
-of the same state.
+"""Train as launcher/train.py does, and compare each snapshot with copies of the state.
 
-Each piece of a capture is cloned on its device as the capture begins; once the snapshot
-is complete, its bytes must be those of the clones: a copy that raced with a kernel
-would differ.
+At the beginning of a capture, each piece of the capture is cloned on its device. Once
+the snapshot in host memory is complete, the snapshot's bytes must equal those of the
+clones. A copy that raced with a kernel would differ.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _counted = {"snapshots": 0, "bytes": 0}
 
 
 def compare_captures() -> None:
-    """Let every capture of this process, and of those that it forks, be compared."""
+    """Compare every capture of this process, and of processes that are forked later."""
     capture, collect = SnapshotEngine.capture, SnapshotEngine.collect
     clones: dict[int, list[dict[Any, torch.Tensor]]] = {}
 

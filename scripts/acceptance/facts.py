@@ -1,5 +1,6 @@
-"""Facts of a machine: versions, whether a forked process can use its GPU, and rates of
-copies and hashes.
+"""Facts about a machine: versions, and rates of copies and hashes.
+
+Also checks whether a forked process can use the machine's GPU.
 """
 
 from __future__ import annotations
@@ -20,10 +21,16 @@ _ROUNDS = 3
 
 
 def measure(*, on_gpu: bool) -> str:
-    """Return one line of facts. Raises AssertionError where a forked process cannot
-    compute.
+    """Return one line of facts, including rates of copies and hashes.
+
+    Args:
+        on_gpu: Whether the machine must have a GPU.
+
+    Raises:
+        AssertionError: The device is not the wanted one, or a forked process cannot
+            compute on the device.
     """
-    # as launcher/train.py: the question starts no CUDA
+    # as in launcher/train.py, so that the search for a GPU does not start CUDA
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import torch  # noqa: PLC0415
     import xxhash  # noqa: PLC0415
@@ -54,8 +61,10 @@ def measure(*, on_gpu: bool) -> str:
 
 
 def scaled_matmul(*, on_gpu: bool) -> str:
-    """Return whether the device multiplies FP8 matrices, by a product that FP8 holds
-    exactly.
+    """Multiply FP8 matrices on the device, with a product that is exact.
+
+    Raises:
+        AssertionError: The product is wrong.
     """
     import torch  # noqa: PLC0415
 
@@ -130,7 +139,7 @@ def _copy_rate(source: object, target: object) -> float:
 
 
 def _rate(nbytes: int, work: Callable[[], object]) -> float:
-    """Return GB/s, of the fastest of some rounds."""
+    """Return the rate of the fastest of several rounds, in GB/s."""
     seconds = []
     for _ in range(_ROUNDS):
         begun_s = time.monotonic()

@@ -1,9 +1,8 @@
-"""The work of each stage of the acceptance, and its line of figures. Raises
-AssertionError if a stage does not hold.
+"""The stages of the acceptance of a GPU, each of which returns a line of figures.
 
-The reference of a stage is a run without checkpoints, made once for a model, a
-precision and a number of ranks; stages that run at the same time wait for the one that
-makes it.
+A stage that fails raises AssertionError. The reference of a stage is a run without
+checkpoints, made once for a model and a kind of ranks. Stages that run at the same time
+wait for the stage that makes the reference.
 """
 
 from __future__ import annotations
@@ -31,16 +30,20 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """Where stages run, and on what: a model that keeps a GPU busy, or a small one that
-    shows the same paths.
-    """
+    """The device and the size of the model of all stages."""
 
     on_gpu: bool
+    """Whether stages run on a GPU; otherwise on a CPU."""
+
     out: Path
+    """Folder of logs and runs."""
+
     is_small: bool
+    """Whether the model is small, with the code paths of one that keeps a GPU busy."""
 
     @property
     def model(self) -> tuple[str, ...]:
+        """Settings of the model."""
         if not self.is_small:
             return (
                 "model=gpu_small",
@@ -62,28 +65,35 @@ class Scale:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """`run` returns a line of figures within `limit_s` seconds; beside other stages, if
-    `is_alone` is False.
-
-    A machine with a GPU, but fewer than `num_gpus`, leaves the stage out.
-    """
+    """A stage of the acceptance."""
 
     run: Callable[[Scale], str]
+    """Work of the stage; returns a line of figures."""
+
     limit_s: float
+    """Time limit of `run`, in seconds."""
+
     proves: str
+    """Facts that the stage proves, for tables."""
+
     is_alone: bool = False
+    """Whether no other stage may run at the same time."""
+
     num_gpus: int = 1
+    """Number of GPUs; by default, a GPU machine with fewer leaves the stage out."""
 
 
 def _facts(scale: Scale) -> str:
-    from scripts.acceptance import facts  # noqa: PLC0415 - a stage that needs no torch starts without it
+    # imported here, so that stages that need no torch start without torch
+    from scripts.acceptance import facts  # noqa: PLC0415
 
     return facts.measure(on_gpu=scale.on_gpu)
 
 
 def _unit(scale: Scale) -> str:
-    """Run the tests that are marked `gpu`, or their twins without a GPU. No browser is
-    needed in these folders.
+    """Run the tests that are marked `gpu`, or their twins without a GPU.
+
+    Only in folders whose tests need no browser.
     """
     twins = (
         "tests/elastic/test_backends.py",
@@ -100,8 +110,9 @@ def _unit(scale: Scale) -> str:
 
 
 def _twice(scale: Scale) -> str:
-    """Train twice in each precision without checkpoints; logs keep the warnings of
-    kernels that do not repeat.
+    """Train twice in each precision without checkpoints, and compare the digests.
+
+    Logs have the warnings about kernels that do not repeat their results.
     """
     precisions = ("fp32", "bf16", "fp16") if scale.on_gpu else ("fp32", "bf16")
 
@@ -127,9 +138,7 @@ def _twice(scale: Scale) -> str:
 
 
 def _snapshots(scale: Scale) -> str:
-    """Compare each snapshot's bytes with a copy on the device, then lose the state in
-    each phase.
-    """
+    """Compare snapshots with copies on the device, then lose state in each phase."""
     plain = _reference(scale, 1)
     program = ("scripts/acceptance/compare_snapshots.py",)
     compared = _train(
@@ -179,8 +188,8 @@ def _kill(scale: Scale) -> str:
     return _as_before(killed, plain, len(points), scale.out / "killed")
 
 
-# Transformer Engine's matrix products in FP8 take multiples of 16, its blocks of
-# weights are of 128 by 128
+# Transformer Engine's FP8 matrix products need multiples of 16, and its blocks of
+# weights have 128 by 128 elements
 _FORMATS_MODEL = (
     "model.hidden_size=128",
     "model.moe_ffn_hidden_size=256",
@@ -210,8 +219,10 @@ _FORMATS = {
 
 
 def _formats(scale: Scale) -> str:
-    """Kill a worker in each number format, some at a time. Raises AssertionError that
-    names all that differ.
+    """Kill a worker in each number format, with several formats at a time.
+
+    Raises:
+        AssertionError: A format failed; the message names all failed formats.
     """
     has_engine = importlib.util.find_spec("transformer_engine") is not None
     assert has_engine or not scale.on_gpu, (
@@ -233,8 +244,9 @@ def _formats(scale: Scale) -> str:
 
 
 def _one_format(scale: Scale, name: str) -> str | None:
-    """Return what is wrong with a format, if anything is. Evaluations lie between an
-    iteration and the next kill.
+    """Return the error of a format; None if the format works.
+
+    An evaluation lies between an iteration and the next kill.
     """
     settings = (*_FORMATS[name], *_FORMATS_MODEL, "train.eval_every_iters=2")
     kills = _kills([(0, "backward", "KILL"), (0, "step", "KILL")])
@@ -257,27 +269,35 @@ def _one_format(scale: Scale, name: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks4:
-    """Four ranks, and how they communicate."""
+    """Communication and layout of four ranks."""
 
     name: str
+    """Name of the kind of ranks, for run folders."""
+
     backend: str = "auto"
     """`runtime.backend`; without a GPU, auto is gloo."""
+
     share_gpus: bool = False
-    """Whether NCCL takes the ranks for those of different hosts, so that one GPU is
-    enough.
+    """Whether NCCL takes the ranks for ranks of different hosts.
+
+    So one GPU is enough.
     """
+
     tp: int = 1
-    """Tensor parallelism, with sequence parallelism in MoE layers; else EP=2 and DP=2.
+    """Degree of tensor parallelism, with sequence parallelism in MoE layers.
+
+    1: EP=2 and DP=2 instead.
     """
 
     def settings(self, scale: Scale) -> tuple[str, ...]:
+        """Return the settings of the launcher."""
         found = [f"runtime.backend={self.backend}"]
         if self.share_gpus and scale.on_gpu:
             found.append("runtime.share_gpus=true")
         if self.tp > 1:
             found += ["parallel.pp=2", f"parallel.tp={self.tp}"]
             if not scale.on_gpu:
-                # Megatron's MoE layers with TP need Transformer Engine
+                # a dense model: Megatron's MoE layers with TP need Transformer Engine
                 found.append("model.num_experts=0")
         return tuple(found)
 
@@ -329,8 +349,9 @@ def _fp8cast(scale: Scale) -> str:
 
 
 def _perf(scale: Scale) -> str:
-    """Compare iterations without checkpoints with those of windows of 1, 3 and 6
-    slots.
+    """Compare times of iterations without checkpoints and with several windows.
+
+    Windows have 1, 3 and 6 slots; 1 and 3 with a small model.
     """
     windows = (1, 3) if scale.is_small else (1, 3, 6)
     _train(scale, "perf-none", 1, "+ckpt=none")
@@ -453,8 +474,13 @@ STAGES = {
 def _reference(
     scale: Scale, num_ranks: int, kind: str = "alone", *settings: str
 ) -> dict[str, Any]:
-    """Return the result of a run without checkpoints, which is made once for each kind
-    of ranks.
+    """Return the result of a run without checkpoints, made once for each kind of ranks.
+
+    Args:
+        scale: The device and the model.
+        num_ranks: The number of ranks.
+        kind: The name of the kind of ranks.
+        settings: Further settings of the run.
     """
     name = f"plain-{kind}"
     path = scale.out / name / "result.json"
@@ -470,18 +496,18 @@ def _reference(
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Wait until no other stage is inside."""
+    """Run the block while no other stage runs a block with the same lock file."""
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def _described_by(scale: Scale, name: str) -> str:
-    """Return what a run depends on: a reference of another model or commit is made
-    again.
+    """Return a description of all that a run depends on.
 
-    Code that is not committed is known to this call of the script only, by the process
-    that all stages have as parent.
+    A reference of another model or commit is made again. Uncommitted code is described
+    by the pid of the parent process of all stages, so a reference with such code is
+    valid within one call of the script only.
     """
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
     has_git = shutil.which(command[0]) is not None
@@ -507,13 +533,22 @@ def _train(
     *settings: str,
     program: Sequence[str] = ("launcher/train.py",),
 ) -> dict[str, Any]:
-    """Run a job of torchrun and return its result. Raises AssertionError with the end
-    of its log.
+    """Run a job of torchrun and return the content of its result.json.
+
+    Args:
+        scale: The device and the model.
+        name: The name of the run folder and of the log.
+        num_ranks: The number of ranks.
+        settings: Further settings of the launcher.
+        program: The program that torchrun starts.
+
+    Raises:
+        AssertionError: The job failed; with the end of the log.
     """
     folder, log = scale.out / name, scale.out / f"{name}.log"
     shutil.rmtree(folder, ignore_errors=True)
     (scale.out / f"{name}.command").write_text(_described_by(scale, name))
-    # the host may have no known name
+    # with an address, because the host's name may be unknown
     agent = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1")
     command = [sys.executable, *agent, f"--nproc-per-node={num_ranks}", *program]
     common = (
@@ -543,14 +578,16 @@ def _train(
 
 
 def _environment() -> dict[str, str]:
-    """Return this process's environment, in which the checkout is found first."""
+    """Return this process's environment, with the checkout first in PYTHONPATH."""
     paths = (str(ROOT), os.environ.get("PYTHONPATH", ""))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def _kills(points: Sequence[tuple[int, str, str]]) -> tuple[str, ...]:
-    """Return the settings of faults at these (rank, phase, signal), two iterations
-    apart.
+    """Return the settings of faults that are two iterations apart.
+
+    Args:
+        points: The faults, each as (rank, phase, signal).
     """
     entries = (
         f"{{iteration: {3 + 2 * number}, rank: {rank}, phase: {phase}, signal: {name}}}"
@@ -580,13 +617,13 @@ def _as_before(
 
 
 def _iteration_s(run: Path) -> float:
-    """Return the median seconds of an iteration, the first quarter left out."""
+    """Return the median time of an iteration in seconds, without the first quarter."""
     seconds = [event.seconds for event in _events(run, "IterationCommitted")]
     return median(seconds[len(seconds) // 4 :])
 
 
 def _events(run: Path, kind: str) -> list[Any]:
-    """Return the events of rank 0 of a kind."""
+    """Return all events of a kind of rank 0."""
     from moe_ckpt.events import read_events  # noqa: PLC0415
 
     logged = read_events(run / "events" / "rank0000.jsonl")
@@ -594,12 +631,15 @@ def _events(run: Path, kind: str) -> list[Any]:
 
 
 def _pytest(*arguments: str) -> str:
-    """Run tests in a process of their own and return their count. Raises AssertionError
-    if one has failed.
+    """Run tests in a separate process and return pytest's last line, with counts.
+
+    Raises:
+        AssertionError: A test failed.
     """
     options = ("-o", "addopts=", "--strict-markers", "-p", "no:cacheprovider")
     command = [sys.executable, "-m", "pytest", "-q", *options, *arguments]
-    # CUDA may refuse to pin a file of an ordinary file system
+    # temporary folders in memory: CUDA may refuse to pin a file of an ordinary file
+    # system
     in_memory = {"PYTEST_DEBUG_TEMPROOT": "/dev/shm"}
     environment = {**_environment(), **(in_memory if "gpu" in arguments else {})}
     ended = subprocess.run(

@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# Everything that one machine with one GPU can show in nine minutes, cheapest failures first.
-# In the root of the checkout, with the folder .gpu that scripts/gpu/pack.sh has made:
+# Run all checks that one machine with one GPU can do in nine minutes, cheap failures
+# first. Run in the root of the checkout, with the folder .gpu of scripts/gpu/pack.sh:
 #
 #     OUT=FOLDER bash scripts/gpu/device_call.sh [STEP...]
-#     CPU=1 OUT=FOLDER bash scripts/gpu/device_call.sh       rehearse it without a GPU, and without .gpu
+#     CPU=1 OUT=FOLDER bash scripts/gpu/device_call.sh       a rehearsal without a GPU
+#                                                            and without .gpu
 #
-# Without a STEP: those of a first call, or with CPU=1 all that need no CUDA. Each step has a limit of
-# its own, says its result in $OUT/summary.txt and stops no other. TOTAL seconds are the limit of all.
-# No network is used. Logs, events and a built wheel come back in $OUT.
+# Without a STEP: the steps of a first call, or with CPU=1 all steps that need no CUDA.
+# Each step has a separate time limit, writes its result to $OUT/summary.txt and stops
+# no other step. TOTAL is the limit of all steps together, in seconds. No network is
+# used. Logs, events and a built wheel are written to $OUT.
 set -u
 begun=$SECONDS
 total=${TOTAL:-540}
@@ -23,8 +25,9 @@ say() { echo "[$((SECONDS - begun)) s] $*" | tee -a "$OUT/summary.txt"; }
 left() { echo $((total - SECONDS + begun)); }
 pack_logs() { tar -C "$work" -czf "$OUT/logs.tar.gz" logs; }
 
-# step NAME LIMIT LINES COMMAND...: run a command and say its last LINES. Not begun with less than half of LIMIT left.
-# @LIMIT@ in COMMAND becomes the seconds in which it has to end by itself.
+# step NAME LIMIT LINES COMMAND...: run a command and report its last LINES. The command
+# does not start if less than half of LIMIT is left. @LIMIT@ in COMMAND becomes the
+# number of seconds in which the command has to end by itself.
 step() {
     local name=$1 limit=$2 lines=$3 status said
     shift 3
@@ -33,7 +36,7 @@ step() {
         return 1
     fi
     [ "$(left)" -lt "$limit" ] && limit=$(left)
-    # by SIGINT, once: Python unwinds, and ends jobs that have sessions of their own
+    # SIGINT, once: Python unwinds, and ends jobs that are in other sessions
     timeout --foreground -s INT -k 5 "$limit" "${@//@LIMIT@/$((limit - 20))}" > "$work/logs/$name.log" 2>&1
     status=$?
     said=$(grep -v '^$' "$work/logs/$name.log" | tail -n "$lines" | cut -c1-900)
@@ -42,15 +45,16 @@ step() {
     return $status
 }
 
-# accept NAME LIMIT STAGE...: stages of the acceptance, one after another
+# accept NAME LIMIT STAGE...: run stages of the acceptance, one after another
 accept() {
     local name=$1 limit=$2
     shift 2
     step "$name" "$limit" 2 "$python" scripts/gpu_acceptance.py ${on_cpu:---small} --out "$work/acceptance" "$@"
 }
 
-# the packages that the machine lacks; libraries with machine code of its GPU alone. Transformer Engine is found by no
-# step before its extension of torch is built: half of it would be taken for the whole
+# unpack the packages that the machine lacks; libraries have machine code of the
+# machine's GPU alone. No step finds Transformer Engine before its extension of torch is
+# built: half of Transformer Engine would be taken for the whole
 unpack() {
     local pip=("$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade)
     "${pip[@]}" --target "$site" .gpu/whl/*.whl || say "unpack: pip failed"
@@ -65,7 +69,7 @@ PYTHON
     nvidia-smi --query-gpu=name,driver_version,memory.total,compute_mode --format=csv,noheader | tee -a "$OUT/summary.txt"
 }
 
-# the extension has no wheel: built beside the steps that wait for turns of the GPU
+# the extension has no wheel, and is built while steps wait for turns of the GPU
 build_te() {
     local nvidia includes source
     nvidia=$("$python" -c 'import nvidia; print(list(nvidia.__path__)[0])')
@@ -78,7 +82,8 @@ build_te() {
         cp "$work"/te/*.whl "$OUT/"
 }
 
-# before steps that use Transformer Engine, or are to be alone on the machine; fails without it, but for a rehearsal
+# called before steps that use Transformer Engine or must be alone on the machine: waits
+# for the build; fails without Transformer Engine, except in a rehearsal
 has_te() {
     [ -n "$on_cpu" ] && return
     if [ -n "$build" ]; then
@@ -105,7 +110,8 @@ ranks4() { accept ranks4 240 "${prefix}4" "${prefix}4kill"; }
 ranks4tp() { accept ranks4tp 130 "${prefix}4tp"; }
 register() { step register 45 13 "$python" scripts/gpu/register_probe.py $on_cpu --gib "$([ -n "$on_cpu" ] && echo 0.1 || echo 2)"; }
 
-# price NAME LIMIT ARGUMENTS...: a model that keeps the GPU busy, alone on the machine
+# price NAME LIMIT ARGUMENTS...: measure prices with a model that keeps the GPU busy,
+# alone on the machine
 price() {
     local name=$1 limit=$2 model
     shift 2
@@ -120,7 +126,8 @@ price() {
 }
 price_moevement() { price price_moevement 190 --policy moevement,ckpt.window=4 --policy moevement; }
 price_others() { price price_others 220 --policy gemini --policy none; }
-# pipelines through host memory: a stopped rank's NCCL kernels would poll, and take turns from the job that is measured
+# pipelines through host memory: NCCL kernels of a stopped rank would poll, and take
+# turns of the GPU from the job that is measured
 price_copies() {
     price price_copies 170 --ranks 2 --policy moevement,ckpt.window=4,parallel.ranks_per_node=1 parallel.pp=2 runtime.backend=staged
 }
@@ -143,7 +150,8 @@ attached() {
         --attention-backend fused
 }
 
-# correctness alone: steps that may disturb each other. Bash lets only the one in front be ended by SIGINT
+# steps that check correctness alone, and so may disturb each other. Of the two, SIGINT
+# ends only the one in the foreground of bash
 exact() {
     formats &
     attached
@@ -162,7 +170,7 @@ fi
 prefix=onegpu build='' te_is_built=''
 if [ -z "$on_cpu" ]; then
     unpack
-    set -m  # the build is a process group, which can be ended
+    set -m  # makes the build a process group, which can be ended
     build_te > "$work/logs/build_te.log" 2>&1 &
     build=$!
     set +m
@@ -179,7 +187,7 @@ for name in $steps; do
     esac
     "$name"
     status=$?
-    # where NCCL refuses, four ranks share the GPU through host memory
+    # if NCCL refuses, the four ranks on the GPU communicate through host memory
     [ "$name" = probe ] && [ $status -ne 0 ] && prefix=ranks
 done
 [ -n "$build" ] && kill -- "-$build"

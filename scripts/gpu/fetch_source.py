@@ -1,10 +1,10 @@
-"""Download a source release from an index of Python packages without building its
-metadata.
+"""Download a source release from an index of Python packages, without a build.
 
     python scripts/gpu/fetch_source.py NAME VERSION FOLDER
 
-`pip download` builds the metadata of a source release, for which Transformer Engine's
-extension of torch would bring torch once more. PIP_INDEX_URL names another index.
+`pip download` builds the metadata of a source release. For Transformer Engine's
+extension of torch, this build would download torch once more. PIP_INDEX_URL names
+another index.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ def fetch_source(name: str, version: str, folder: Path, index: str = _INDEX) -> 
     """Write a source release into a folder.
 
     Args:
-        name: The project's name.
-        version: Its release.
-        folder: Where the file goes.
+        name: The name of the project.
+        version: The release of the project.
+        folder: The folder for the file.
         index: Address of an index that answers in JSON (PEP 691).
 
     Returns:
         The path of the file.
 
     Raises:
-        ValueError: The index has no such release, or the file another SHA-256 than it
-            says.
+        ValueError: The index has no such release, or the file does not have the SHA-256
+            of the index.
     """
     page_url = f"{index.rstrip('/')}/{name}/"
     wanted = f"{name.replace('-', '_')}-{version}.tar.gz"

@@ -1,13 +1,13 @@
-"""NCCL between processes that share one GPU, with torch alone: its price, and its end
-when one is killed.
+"""Probe NCCL between processes that share one GPU, with torch alone.
 
     python scripts/gpu/nccl_probe.py [--ranks 4] [--same-host | --cpu]
 
-Each line of output is a fact in JSON; the exit status is 0 if ranks form groups, and
-end as they should without ncclCommRevoke. If this fails, no job of the project can say
-more. --same-host: ranks of one host share a GPU, which NCCL 2.30 and newer allow
-(LD_PRELOAD), so that transports are CUDA's and shared memory. --cpu: the same with
-gloo, without an abort, to rehearse the flow.
+The probe measures times of operations, and of aborts after one process is killed. Each
+line of output is a fact in JSON. The exit status is 0 if ranks form groups, and end as
+wanted in all generations without ncclCommRevoke. If the probe fails, no job of the
+project gives more information. --same-host: ranks of one host share a GPU, which NCCL
+2.30 and newer allow (LD_PRELOAD), so that transports are CUDA's and shared memory.
+--cpu: the same with gloo, without an abort, to rehearse the flow.
 
     generation 0   form, measure, kill the last rank, abort on the others
     generation 1   the same, with ncclCommRevoke before the abort
@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-# ranks are forks: torch's look for a GPU must not start CUDA
+# ranks are forks, so torch's search for a GPU must not start CUDA
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import torch
@@ -52,7 +52,7 @@ _RANKS_LIMIT_S = 25.0
 _LAUNCH_LIMIT_S = 15.0
 _OPERATION_S = 60.0
 _MEASURED = 7
-# until a killed peer is gone, and the collective that it misses is under way
+# until a killed peer is gone, and the collective without that peer is under way
 _SETTLE_S = 1.5
 _SMALL, _LARGE = (1 << 10) // 4, (4 << 20) // 4  # FP32 numbers in 1 KiB and 4 MiB
 _ENVIRONMENT = {
@@ -60,7 +60,7 @@ _ENVIRONMENT = {
     "NCCL_RAS_ENABLE": "0",
     "NCCL_RUNTIME_CONNECT": "0",
     "NCCL_DEBUG": "WARN",
-    # survivors end operations themselves
+    # survivors end operations themselves, so torch must not
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_BLOCKING_WAIT": "0",
@@ -74,18 +74,20 @@ class Probe:
     """Settings that all ranks of the probe share."""
 
     num_ranks: int
-    """Ranks of a generation."""
+    """Number of ranks of a generation."""
+
     on_gpu: bool
-    """NCCL on one GPU, or gloo on CPU tensors."""
+    """Whether to use NCCL on one GPU; otherwise gloo with CPU tensors."""
+
     same_host: bool
-    """NCCL takes ranks for those of one host."""
+    """Whether NCCL takes the ranks for ranks of one host."""
 
     @property
     def device(self) -> torch.device:
         return torch.device("cuda", 0) if self.on_gpu else torch.device("cpu")
 
     def prepare(self, rank: int) -> None:
-        """Set NCCL's environment of a rank, before its first communicator."""
+        """Set NCCL's environment of a rank, before the rank's first communicator."""
         shared = environment_of_shared_gpus(f"{socket.gethostname()}-{rank}")
         if self.same_host:
             for name in ("NCCL_HOSTID", "NCCL_NET", "NCCL_IB_DISABLE"):
@@ -103,12 +105,20 @@ class Group:
 
 
 def say(**fact: Any) -> None:
-    """Print a fact; whole lines, as several processes print."""
+    """Print a fact as one whole line, because several processes print."""
     os.write(sys.stdout.fileno(), (json.dumps(fact) + "\n").encode())
 
 
 def form(probe: Probe, rank: int, num_ranks: int, store_path: str, name: str) -> Group:
-    """Form a process group of ranks that meet in a file."""
+    """Form a process group of ranks that meet in a file.
+
+    Args:
+        probe: The settings.
+        rank: This rank.
+        num_ranks: The number of ranks of the group.
+        store_path: The file.
+        name: The name of the group, unique in the file.
+    """
     store = dist.PrefixStore(name, dist.FileStore(store_path, num_ranks))
     if probe.on_gpu:
         options = dist.ProcessGroupNCCL.Options()
@@ -129,9 +139,7 @@ def form(probe: Probe, rank: int, num_ranks: int, store_path: str, name: str) ->
 
 
 def median_ms(operation: Callable[[], object]) -> float:
-    """Return the median milliseconds of an operation and of the device's work for
-    it.
-    """
+    """Return the median milliseconds of an operation, with its work on the device."""
     seconds = []
     for _ in range(_MEASURED):
         begun_s = time.monotonic()
@@ -142,8 +150,15 @@ def median_ms(operation: Callable[[], object]) -> float:
 
 
 def be_rank(probe: Probe, rank: int, store_path: str, generation: int) -> None:
-    """Be a rank of a generation: form groups, measure operations, and survive the last
-    rank's death.
+    """Run a rank of a generation.
+
+    The rank forms groups, measures operations, and survives the last rank's death.
+
+    Args:
+        probe: The settings.
+        rank: This rank.
+        store_path: The file in which ranks meet.
+        generation: Index in `_GENERATIONS`.
     """
     probe.prepare(rank)
     end_by = _GENERATIONS[generation]
@@ -154,7 +169,7 @@ def be_rank(probe: Probe, rank: int, store_path: str, generation: int) -> None:
     met = dist.PrefixStore(
         f"{generation}-met", dist.FileStore(store_path, probe.num_ranks)
     )
-    # contexts of others are no memory of communicators
+    # the memory of all ranks' CUDA contexts must not count as communicators' memory
     _meet(met, "started", rank, probe.num_ranks)
     free_bytes = torch.cuda.mem_get_info()[0] if probe.on_gpu else 0
     begun_s = time.monotonic()
@@ -187,7 +202,7 @@ def be_rank(probe: Probe, rank: int, store_path: str, generation: int) -> None:
     assert is_right, f"a sum over ranks: got {total[0].item()}"
     if end_by == _NOTHING:
         return
-    # a sum that is complete here may not be so on others
+    # a sum that is complete on this rank may be incomplete on other ranks
     _meet(met, "measured", rank, probe.num_ranks)
     if rank == probe.num_ranks - 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -222,7 +237,7 @@ def _measure(
         group.recv([received[: quarter.numel()]], peer, 0)
         backend._end_coalescing(probe.device).wait()
 
-    exchange()  # the first one connects
+    exchange()  # the first exchange connects the ranks
     found["send and receive 1 MiB"] = median_ms(exchange)
     return found
 
@@ -235,9 +250,7 @@ def _survive(
     large: torch.Tensor,
     end_by: str,
 ) -> None:
-    """End a collective that a dead peer misses, and show that the device computes
-    on.
-    """
+    """End a collective that a dead peer misses; check that the device still works."""
     with contextlib.suppress(RuntimeError):  # gloo may find the death at once
         first.group.allreduce([large])
     time.sleep(_SETTLE_S)
@@ -269,8 +282,9 @@ def _survive(
 
 
 def be_launching_rank(probe: Probe, rank: int, store_path: str) -> None:
-    """Launch the first transfer to a peer that is dead: the launch itself waits for a
-    connection.
+    """Run a rank that launches the first transfer to a dead peer.
+
+    The launch itself waits for a connection.
     """
     probe.prepare(rank)
     tensor = torch.ones(_SMALL, device=probe.device)
@@ -309,7 +323,7 @@ def be_launching_rank(probe: Probe, rank: int, store_path: str) -> None:
 
 
 def _revoke(group: Group) -> int:
-    """Return the status of ncclCommRevoke, by the NCCL that torch has loaded."""
+    """Call ncclCommRevoke of the NCCL that torch has loaded; return the status."""
     library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
     return library.ncclCommRevoke(ctypes.c_void_p(group.backend._comm_ptr()), 0)
 
@@ -320,7 +334,7 @@ def _synchronize() -> None:
 
 
 def fork(target: Callable[..., None], *arguments: Any) -> int:
-    """Return the pid of a process that runs this and ends with its parent."""
+    """Fork a process that calls a function and ends with its parent; return the pid."""
     parent = os.getpid()
     pid = os.fork()
     if pid:
@@ -337,14 +351,16 @@ def fork(target: Callable[..., None], *arguments: Any) -> int:
 
 
 def wait_for(pids: Sequence[int], limit_s: float) -> list[int | str]:
-    """Return the exit statuses of processes; `late` for those that had to be killed
-    after the limit.
+    """Wait for processes, and kill those that run after a time limit.
+
+    Returns:
+        The exit statuses; `late` for a killed process.
     """
     late: set[int] = set()
 
     def kill_all() -> None:
         for pid in pids:
-            with contextlib.suppress(ChildProcessError):  # it was waited for
+            with contextlib.suppress(ChildProcessError):  # the process has been reaped
                 if (
                     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
                     is None
@@ -385,7 +401,7 @@ def main(arguments: Sequence[str]) -> int:
             last = 0 if end_by == _NOTHING else -int(signal.SIGKILL)
             wanted = [0] * (probe.num_ranks - 1) + [last]
             say(step=f"generation {generation}: statuses", got=got, wanted=wanted)
-            # which nothing of the project uses
+            # nothing of the project uses ncclCommRevoke
             is_as_wanted &= got == wanted or end_by == _REVOKE
         if probe.on_gpu:
             pids = [

@@ -1,14 +1,19 @@
 #!/usr/bin/env bash
-# Prepare, on a machine with pip, the folder .gpu for a machine with one GPU and no network, which
-# has Python 3.12 and torch 2.11 with CUDA 13: wheels that it lacks, and libraries with machine code
-# of its GPU alone (sm_90: H100, H200). Run in the root of the checkout; needs unzip, xz and binutils. Half a minute and the download; 50 MB.
+# Prepare the folder .gpu, on a machine with pip, for a machine with one GPU and no
+# network that has Python 3.12 and torch 2.11 with CUDA 13. The folder has the wheels
+# that the machine lacks, and libraries with machine code of its GPU alone (sm_90: H100,
+# H200). Run in the root of the checkout; needs unzip, xz and binutils. Takes half a
+# minute and the time of the download; 50 MB.
 #
 #     bash scripts/gpu/pack.sh [sm_90]
 set -euo pipefail
 architecture=${1:-sm_90}
 python=${PYTHON:-python3}
-te=2.11.0        # its kernels; the torch extension of the same release is built on the machine
-nccl=2.30.7      # for NCCL_MULTI_RANK_GPU_ENABLE; jobs use torch's own
+# kernels of Transformer Engine; the torch extension of the same release is built on the
+# machine
+te=2.11.0
+# for NCCL_MULTI_RANK_GPU_ENABLE; jobs use torch's own NCCL
+nccl=2.30.7
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 rm -rf .gpu
@@ -30,8 +35,10 @@ wheel .gpu/whl hydra-core==1.3.8 omegaconf==2.3.1 msgspec xxhash megatron-core==
 wheel .gpu/te "transformer-engine==$te"
 core=$(unzip -p .gpu/whl/pydantic-[0-9]*.whl '*/METADATA' | sed -n 's/^Requires-Dist: \(pydantic-core==[0-9.]*\).*/\1/p')
 wheel .gpu/whl "$core"
-"$python" -m pip wheel -q --no-deps -w .gpu/whl antlr4-python3-runtime==4.9.3  # a source release only
-wheel .gpu/lm megatron-core==0.19.2                                             # megatron.training, for the step `attached`
+# antlr4 has a source release only
+"$python" -m pip wheel -q --no-deps -w .gpu/whl antlr4-python3-runtime==4.9.3
+# megatron.training, for the step `attached`
+wheel .gpu/lm megatron-core==0.19.2
 "$python" scripts/gpu/fetch_source.py transformer-engine-torch "$te" .gpu
 
 wheel "$work" "transformer-engine-cu13==$te"

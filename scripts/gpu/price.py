@@ -1,19 +1,20 @@
-"""The price of checkpoint policies beside training: jobs that take turns on one
-machine.
+"""Measure the price of checkpoint policies, with jobs that take turns on one machine.
 
     python scripts/gpu/price.py --out DIR --policy moevement,ckpt.window=4
         --policy gemini [OVERRIDES]
     python scripts/gpu/price.py --out DIR --ranks 2
         --policy moevement,parallel.ranks_per_node=1
 
-A job without checkpoints and a job for each policy train at the same time, and all but
-one are stopped (SIGSTOP), block by block in turn: all jobs meet the same clocks, heat
-and neighbours. The time of an iteration is that from one commit to the next, where both
-lie in a block. A line of JSON for each policy: the geometric mean of its iterations
-beside those without checkpoints, over rounds of blocks, with its 95 % interval; stalls;
-bytes. `--policy none` is the control, whose interval must include 1. `--beside
-supervised` compares with a job that has the supervisors, daemons and process groups of
-the first policy, and no hooks (benchmarks/without_hooks.py).
+There is a job without checkpoints and a job for each policy. The jobs train in blocks
+of time, in turn, while all other jobs are stopped (SIGSTOP). So all jobs meet the same
+clocks, heat and neighbours. The time of an iteration is the time between two commits
+that lie in one block. The output has a line of JSON for each policy: the ratio of its
+iteration times to those without checkpoints, as geometric mean over rounds of blocks
+with a 95 % interval; stalls; bytes.
+
+`--policy none` is the control, whose interval must include 1. `--beside supervised`
+compares with a job that has the supervisors, daemons and process groups of the first
+policy, but no hooks (benchmarks/without_hooks.py).
 """
 
 from __future__ import annotations
@@ -48,38 +49,57 @@ class Price:
     """The price of a policy beside the same training without checkpoints."""
 
     policy: str
-    """`ckpt` and its settings, as given."""
+    """`ckpt` and its settings, as on the command line."""
+
     rounds: int
-    """Rounds in which both jobs finished at least two iterations."""
+    """Number of rounds in which both jobs finished at least two iterations."""
+
     ratio: float
-    """Time of an iteration beside that without checkpoints, geometric mean of the
-    rounds.
+    """Time of an iteration relative to that without checkpoints.
+
+    Geometric mean of the rounds.
     """
+
     low: float
     """Lower end of the ratio's 95 % interval."""
+
     high: float
     """Upper end of the ratio's 95 % interval."""
+
     ms_without: float
     """Milliseconds of an iteration without checkpoints, median of the rounds."""
+
     stall: float
-    """Share of the last 40 iterations for which checkpoints stopped training."""
+    """Share of the time of the last 40 iterations that were stalls by checkpoints."""
+
     first_iterations_s: tuple[float, ...]
-    """Seconds of the first iterations, which make buffers; all jobs train at once
-    there.
+    """Time of each of the first iterations, which allocate buffers.
+
+    In these iterations all jobs train at once.
     """
+
     first_stalls_s: tuple[float, ...]
-    """Seconds for which checkpoints stopped training in these iterations."""
+    """Time of stalls by checkpoints in each of these iterations."""
+
     snapshot_gb: float
-    """Gigabytes (1e9) of a snapshot of rank 0, median."""
+    """Size of a snapshot of rank 0 in gigabytes (1e9 bytes), median."""
+
     copy_gb_per_s: float
-    """Gigabytes a second of copies to host memory, median."""
+    """Rate of copies to host memory in gigabytes per second, median."""
+
     to_peers_gb: float
-    """Gigabytes of rank 0's windows that peers have confirmed, in the whole run."""
+    """Windows of rank 0 that peers confirmed in the whole run, in gigabytes."""
 
 
 def price_of(job: Job, beside: Job) -> Price:
-    """Return the price of a job's policy. Raises ValueError if too few rounds can be
-    compared.
+    """Return the price of a job's policy.
+
+    Args:
+        job: The job with the policy.
+        beside: The job to compare with.
+
+    Raises:
+        ValueError: Fewer than two rounds can be compared.
     """
     seconds, seconds_without = job.iteration_s(), beside.iteration_s()
     rounds = sorted(seconds.keys() & seconds_without.keys())

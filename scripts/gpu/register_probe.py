@@ -1,14 +1,14 @@
-"""The price of registering host memory with CUDA, and how long it keeps kernels from
-being launched (A16).
+"""Measure registration of host memory with CUDA, and gaps in kernel launches (A16).
 
     python scripts/gpu/register_probe.py [--gib 2] [--cpu]
 
-A line of JSON for each kind of pages and each size of a call: seconds a GiB to touch
-and to register, and the longest gap between launches of a tiny kernel by another
-thread. The last line has the gaps of another process, on the same clock. --cpu: mlock
-in place of cudaHostRegister, and a clock in place of the kernel, to rehearse the flow.
+The output has a line of JSON for each kind of pages and each size of a call: seconds
+per GiB to touch and to register memory, and the longest gap between launches of a tiny
+kernel by another thread. The last line has the gaps of another process, on the same
+clock. --cpu: mlock in place of cudaHostRegister, and a clock in place of the kernel, to
+rehearse the flow.
 
-It changes settings of huge pages where it may, and sets them back.
+The probe changes settings of huge pages if permitted, and restores the settings.
 """
 
 from __future__ import annotations
@@ -49,20 +49,23 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """How this probe registers memory and launches work."""
+    """Operations of a device, or of the stand-ins without a GPU."""
 
     register: Callable[[int, int], int]
-    """Register memory at an address, of so many bytes; return a status, 0 if that
-    worked.
+    """Register memory, given as address and size in bytes.
+
+    Returns a status, 0 for success.
     """
+
     unregister: Callable[[int, int], int]
-    """Undo `register`."""
+    """Undo `register`, with the same arguments."""
+
     launch: Callable[[], object]
     """Launch a tiny kernel."""
 
 
 def open_device(*, on_gpu: bool) -> Device:
-    """Start CUDA in this process, or take stand-ins."""
+    """Start CUDA in this process, or return stand-ins."""
     if not on_gpu:
         size = ctypes.c_size_t
         return Device(
@@ -72,7 +75,8 @@ def open_device(*, on_gpu: bool) -> Device:
             ),
             launch=time.monotonic,
         )
-    import torch  # noqa: PLC0415 - the neighbour forks before
+    # imported here, after the fork of the neighbour
+    import torch  # noqa: PLC0415
 
     one = torch.ones(1, device="cuda")
     torch.cuda.synchronize()
@@ -85,7 +89,7 @@ def open_device(*, on_gpu: bool) -> Device:
 
 
 class LongestGap:
-    """The longest time between two launches of a thread, until `end`."""
+    """A thread that launches work until `end`, and measures the longest gap."""
 
     def __init__(self, launch: Callable[[], object]) -> None:
         self._launch = launch
@@ -95,7 +99,7 @@ class LongestGap:
         self._thread.start()
 
     def end(self) -> float:
-        """Return the seconds of the longest gap."""
+        """End the thread, and return the longest time between launches, in seconds."""
         self._is_over.set()
         self._thread.join()
         return self._longest_s
@@ -113,8 +117,9 @@ def start_neighbour(*, on_gpu: bool) -> tuple[int, int]:
     """Start a process that launches work all the time.
 
     Returns:
-        Its pid, and the end of a pipe with a line once it launches, and for each long
-        gap: when it ended, and its seconds.
+        The pid of the process, and the reading end of a pipe. The process writes a line
+        when launches begin, and a line for each long gap: time of the end and length of
+        the gap, in seconds.
     """
     gaps, said = os.pipe()
     parent = os.getpid()
@@ -146,7 +151,12 @@ def _launch_and_say_gaps(launch: Callable[[], object], said: int) -> None:
 
 @contextlib.contextmanager
 def pages_of(kind: str, nbytes: int) -> Iterator[None]:
-    """Let a kind of pages be had, where this process may; as before when left."""
+    """Make a kind of pages available within the block, if this process may do so.
+
+    Args:
+        kind: `thp`, `hugetlb`, or another kind, for which nothing is changed.
+        nbytes: The memory that the block needs.
+    """
     path, value = {
         "thp": (_SHMEM_PAGES, "advise"),
         "hugetlb": (_HUGE_PAGES, str(nbytes // _HUGE_BYTES + 4)),
@@ -155,7 +165,7 @@ def pages_of(kind: str, nbytes: int) -> Iterator[None]:
         yield
         return
     before = path.read_text()
-    # of several choices, that in brackets
+    # the file shows several choices, the current one in brackets
     chosen = before.partition("[")[2].partition("]")[0] or before
     path.write_text(value)
     try:
@@ -166,8 +176,10 @@ def pages_of(kind: str, nbytes: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def shared_memory(nbytes: int, kind: str) -> Iterator[int]:
-    """Yield the address of shared memory of a kind of pages. Raises OSError if there is
-    none.
+    """Yield the address of shared memory that has a kind of pages.
+
+    Raises:
+        OSError: There is no such memory.
     """
     if kind == "hugetlb":
         fd = os.memfd_create("register-probe", _MFD_HUGETLB)
@@ -192,8 +204,10 @@ def shared_memory(nbytes: int, kind: str) -> Iterator[int]:
 
 
 def touch(address: int, nbytes: int) -> float:
-    """Return the seconds in which several threads make all pages. Raises OSError if
-    they cannot be made.
+    """Create all pages of memory in several threads, and return the seconds for that.
+
+    Raises:
+        OSError: The pages cannot be created.
     """
     share = nbytes // _TOUCHING_THREADS
 
@@ -212,7 +226,17 @@ def touch(address: int, nbytes: int) -> float:
 
 
 def measure(device: Device, kind: str, nbytes: int, call_bytes: int) -> dict[str, Any]:
-    """Return what it costs to register memory, in calls of so many bytes."""
+    """Measure the registration of memory.
+
+    Args:
+        device: Registers the memory.
+        kind: The kind of pages.
+        nbytes: The size of the memory.
+        call_bytes: The size of each call, in bytes.
+
+    Returns:
+        The facts of a line of output.
+    """
     with shared_memory(nbytes, kind) as address:
         touched_s = touch(address, nbytes)
         calls = [
@@ -256,7 +280,7 @@ def main(arguments: Sequence[str]) -> int:
     num_registered = 0
     with open(gaps) as neighbour:
         if not neighbour.readline():
-            return 1  # it has said why
+            return 1  # the neighbour has printed the reason
         for kind in ("4 KiB", "thp", "hugetlb"):
             try:
                 with pages_of(kind, nbytes):

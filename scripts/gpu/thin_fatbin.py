@@ -1,13 +1,11 @@
-"""Zero the machine code of GPUs that a library will not meet, so that it compresses to
-a fraction.
+"""Zero a library's machine code for other GPUs, so that the library compresses well.
 
     python scripts/gpu/thin_fatbin.py IN.so OUT.so 90      keep sm_90 and sm_90a
-    python scripts/gpu/thin_fatbin.py IN.so                only list what the library
-                                                           has
+    python scripts/gpu/thin_fatbin.py IN.so                only list the library's code
 
-The file keeps its length and offsets; payloads of other architectures, and PTX, become
-zeros. CUDA's driver chooses an entry by the architecture in its header, and reads no
-other.
+The file keeps its length and offsets. Payloads of other architectures, and PTX, become
+zeros. CUDA's driver chooses an entry by the architecture in the entry's header, and
+reads no other entry.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# of a fatbin's header: magic, version, its size, size of all entries
+# header of a fatbin: magic, version, size of the header, size of all entries
 _MAGIC = struct.pack("<I", 0xBA55ED50)
 _HEADER = struct.Struct("<4sHHQ")
 _VERSION = 1
@@ -37,16 +35,19 @@ class Entry:
 
     kind: int
     """1: PTX, 2: machine code."""
+
     architecture: int
     """Compute capability without a point, such as 90."""
+
     offset: int
-    """Byte of the file at which the payload begins."""
+    """Position in the file at which the payload begins, in bytes."""
+
     size_bytes: int
     """Length of the payload."""
 
 
 def entries_of(data: bytes | mmap.mmap) -> Iterator[Entry]:
-    """Yield the entries of all fatbins in a file's bytes, in their order."""
+    """Yield the entries of all fatbins in a file's bytes, in order."""
     at = data.find(_MAGIC)
     while at >= 0:
         if at + _HEADER.size <= len(data):
@@ -77,10 +78,14 @@ def _entries_of_one(data: bytes | mmap.mmap, at: int) -> Iterator[Entry]:
 
 
 def thin(path: Path, architectures: Sequence[int]) -> int:
-    """Zero all code in a file but machine code of these architectures.
+    """Zero all code in a file except machine code of some architectures.
+
+    Args:
+        path: The file, which is changed in place.
+        architectures: The architectures to keep, such as 90.
 
     Returns:
-        The number of bytes that are zero now.
+        The number of bytes that were zeroed.
 
     Raises:
         ValueError: The file has no machine code of these architectures.

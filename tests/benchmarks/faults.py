@@ -10,6 +10,7 @@ from launcher.faults.log import InjectedFault
 def injected(
     rank: int, iteration: int, scope: str = "process", generation: int = 1
 ) -> InjectedFault:
+    """Return the log's record of a kill in a forward pass."""
     where: dict[str, Any] = {
         "generation": generation,
         "iteration": iteration,

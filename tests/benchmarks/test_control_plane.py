@@ -1,5 +1,6 @@
-"""What ranks receive as they enter a generation, and what they keep of it: little
-beside 100 bytes a rank.
+"""Ranks receive and keep few bytes as they enter a generation.
+
+The limit of received bytes is 64 KiB, and 100 bytes per rank of the job.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ def test_bytes_and_store_operations_of_a_rank_stay_few() -> None:
 
 
 def test_a_rank_keeps_less_than_numbers_of_all_ranks_and_operators() -> None:
-    """With names and all: most of 64 ranks own nothing of most of 73 operators."""
+    """The kept bytes include names.
+
+    Most of 64 ranks own nothing of most of 73 operators.
+    """
     profiles = profiles_of("small", 128)
     dense_bytes = sum(3 * profile.table.full_bytes.nbytes for profile in profiles)
     assert kept_bytes(shared_by_stages(profiles)) < dense_bytes / 4

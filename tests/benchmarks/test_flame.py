@@ -1,4 +1,4 @@
-"""The flame graph: which samples count, and for whom."""
+"""The flame graph counts the training thread's samples, by function and by hook."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""CPU time of an iteration: which threads count, over which iterations, and the
-table.
-"""
+"""CPU time of an iteration: which threads and iterations count, and the table."""
 
 from __future__ import annotations
 
@@ -29,8 +27,11 @@ MAIN, COPIER = "worker, training thread", "worker, host-copier"
 
 
 def reading(unix_s: float, **ms: int) -> Reading:
-    """Return a reading of a worker's threads, by name, after so many milliseconds
-    each.
+    """Return a reading of a worker's threads.
+
+    Args:
+        unix_s: Time of the reading, in seconds since the epoch.
+        ms: CPU milliseconds of each thread since its start, by name.
     """
     numbers = {
         name: (7, 7 + place) for place, name in enumerate(("main", "copier", "new"))
@@ -44,8 +45,9 @@ def reading(unix_s: float, **ms: int) -> Reading:
 
 
 def test_iterations_between_two_readings_count_with_fractions() -> None:
-    """Commits at 10, 12, 14 and 18: from 11 to 16 there are half, one and half an
-    iteration.
+    """Commits are at 10, 12, 14 and 18 s.
+
+    From 11 to 16 s there are half an iteration, one iteration and half an iteration.
     """
     before, after = (
         reading(11.0, main=100, copier=10),
@@ -112,7 +114,7 @@ def test_a_mean_has_students_interval_and_one_round_has_no_end() -> None:
 
 
 def test_the_table_has_differences_round_by_round_and_no_rows_of_nothing() -> None:
-    """Rounds that are slow for both jobs widen no interval of their difference."""
+    """A round that is slow for both jobs widens no interval of the difference."""
     found = {
         "supervised": [{ALL: 10.0, MAIN: 9.0, "x": 0.01}, {ALL: 30.0, MAIN: 29.0}],
         "gemini": [
@@ -132,7 +134,7 @@ def test_the_table_has_differences_round_by_round_and_no_rows_of_nothing() -> No
 
 @pytest.mark.full
 def test_threads_of_real_jobs_are_told_apart() -> None:
-    # processes: only the threads of a real job show that their names reach /proc
+    # processes: only threads of a real job show that names of threads reach /proc
     command = ["benchmarks/iteration_cpu.py", "--rounds", "1", "--iterations", "4"]
     small = ["model=tiny", "train.sequence_length=16", "--warm-s", "2"]
     ended = subprocess.run(

@@ -1,5 +1,6 @@
-"""Partial checkpoints judged by numbers made by hand: lifts, jumps, verdicts, table,
-panels, axes.
+"""Partial checkpoints are judged by numbers made by hand.
+
+Covers lifts, jumps, verdicts, table, panels and axes.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ LOSSY = replace(
 
 
 def ending(run: Measured, end: float, plt: float = 0.02) -> Measured:
+    """Return the run with another last evaluation and another PLT."""
     return replace(run, evaluated={**run.evaluated, 30: end}, plt=plt)
 
 

@@ -1,4 +1,4 @@
-"""What is read of a run folder for the page about partial checkpoints."""
+"""Measurements for the page about partial checkpoints, from a written run folder."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from tests.report_runs import Story, line_of, write_run
 
 
 def run_of(path: Path, *, scope: str = "process") -> Path:
-    """Write a run of 12 iterations whose rank 1 dies in iteration 6; ranks 0 and 1 are
-    a stage, 2 and 3 the other.
+    """Write a run of 12 iterations whose rank 1 dies in iteration 6.
+
+    Ranks 0 and 1 are a stage, ranks 2 and 3 are the other. The log of faults also has a
+    fault of rank 3 in iteration 9.
     """
     run = write_run(path)
     result = {"iteration": 12, "digest_per_rank": ["a", "b", "c", "d"]}
@@ -29,6 +31,7 @@ def run_of(path: Path, *, scope: str = "process") -> Path:
 def boosted(
     iteration: int, layer: str, deficit: Sequence[Sequence[int]]
 ) -> CapacityBoosted:
+    """Return the event of a boost in one layer."""
     return CapacityBoosted(
         iteration=iteration,
         layers=[layer],
@@ -38,6 +41,7 @@ def boosted(
 
 
 def add(run: Path, rank: int, event: object) -> None:
+    """Append an event to the event file of a rank."""
     with (run / "events" / f"rank{rank:04d}.jsonl").open("a") as file:
         file.write(line_of(20.0, rank, event))
 

@@ -1,6 +1,4 @@
-"""The command about partial checkpoints, with two runs: both files, and nothing is run
-twice.
-"""
+"""The command about partial checkpoints writes both files, and runs nothing twice."""
 
 from __future__ import annotations
 
@@ -29,6 +27,7 @@ SMALL = (
 
 
 def _finished_run(run: Path, story: Story, policy: str) -> None:
+    """Write a finished run of a story."""
     write_run(run, story, policy=policy)
     described = json.loads((run / "run.json").read_text())
     packages = {"torch": "2", "megatron-core": "0"}

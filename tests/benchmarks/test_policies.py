@@ -1,6 +1,4 @@
-"""The table of all policies: rows go where they belong, and those of other policies
-stay.
-"""
+"""The table of all policies: new rows go to their places, and other rows stay."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Effective training time under faults: which runs are made, and what is measured of
-one.
-"""
+"""Effective training time under faults: the planned runs, and measurements of a run."""
 
 from __future__ import annotations
 
@@ -38,6 +36,7 @@ POLICIES = ["moevement", "gemini:ckpt.every_iters=5", "none"]
 
 
 def words(cell: Cell, cap_bytes_per_s: float | None = 28e6) -> list[str]:
+    """Return the words for `launcher.compare` of a run of 60 s."""
     return arguments_of(
         cell, cap_bytes_per_s=cap_bytes_per_s, seconds=60.0, common=["model=small"]
     )
@@ -109,8 +108,9 @@ MACHINE = ("detect_s=0.3", "rebuild_s=0.7", "take_s=0.01", "interference=0.0")
 
 
 def simulated(policy: str, kills: tuple[Kill, ...]) -> RealRun:
-    """A run that a simulation made, of which the first iterations take half as long as
-    the others.
+    """Return a run that a simulation made.
+
+    The first 12 iterations take half as long as the others.
     """
     machine = compose_machine(
         ["cluster=local", *(f"cluster.{constant}" for constant in MACHINE)]
@@ -159,6 +159,7 @@ def test_runs_at_another_mtbf_predict_a_run(policy: str) -> None:
 
 
 def run_of(*ranks: list[tuple[float, Event]]) -> RealRun:
+    """Return a run with the given events of each rank."""
     logged = [
         [LoggedEvent(t_s=t_s, global_rank=rank, event=event) for t_s, event in told]
         for rank, told in enumerate(ranks)
@@ -180,8 +181,9 @@ def worker(incarnation: int) -> Event:
 
 
 def test_only_new_iterations_within_the_time_count() -> None:
-    """Iteration 1 ends at 10 s; a restart takes 2 and 3 back; 60 % of the 10 s after
-    that are the iterations 2 to 4.
+    """Iteration 1 ends at 10 s, and a restart makes iterations 2 and 3 run again.
+
+    Iterations 2 to 5 are new in the 10 s after iteration 1.
     """
     before: list[tuple[float, Event]] = [
         (0.0, worker(0)),
@@ -198,8 +200,9 @@ def test_only_new_iterations_within_the_time_count() -> None:
 
 
 def test_a_run_is_held_against_the_very_iterations_of_plain_training() -> None:
-    """Plain training takes 2, 1, 1 and 4 s for the iterations 2 to 5, and the mean of 2
-    s for those that it lacks.
+    """Plain training takes 2, 1, 1 and 4 s for the iterations 2 to 5.
+
+    An iteration that plain training lacks counts as the mean, 2 s.
     """
     plain = plain_training(
         measure(
@@ -235,8 +238,9 @@ def test_a_run_is_held_against_the_very_iterations_of_plain_training() -> None:
 
 
 def test_hooks_slow_every_iteration_and_copies_those_that_they_are_in() -> None:
-    """Plain iterations take 1 s, those of the run 1.1 s, or 1.6 s while something is
-    copied; 0.5 s more is a stall.
+    """Plain iterations take 1 s, iterations of the run 1.1 s, or 1.6 s during a copy.
+
+    A stall takes 0.5 s more.
     """
     stalled = committed(2, seconds=2.0, stall_s=0.5)
     told = [(0.0, worker(0)), (1.0, iteration(1)), (3.1, stalled), (4.2, iteration(3))]

@@ -1,5 +1,6 @@
-"""What a group of all ranks on the host asks for: its connections grow with the
-operations, and not with the ranks.
+"""Connections of a group of all ranks on the host grow with the operations.
+
+The connections do not grow with the number of ranks.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ NUM_RANKS = 24
 
 
 def test_a_rank_connects_to_those_that_its_operations_need() -> None:
-    # processes: the sockets of a process are counted, and torch's own way to connect
-    # beside them
+    # processes: the benchmark counts the sockets of processes. The other group connects
+    # in torch's own way, for comparison
     needed, all_to_all = measure(NUM_RANKS, AS_NEEDED), measure(NUM_RANKS, ALL_TO_ALL)
     assert all_to_all.num_sockets == NUM_RANKS
     assert needed.num_sockets <= NUM_RANKS / 2
-    # what the simulator charges
+    # the simulator charges `connecting_operations`
     assert connecting_operations(NUM_RANKS) >= needed.to_work > 0 == all_to_all.to_work
     assert all_to_all.to_form >= 2 * NUM_RANKS
 

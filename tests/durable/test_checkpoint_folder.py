@@ -1,6 +1,4 @@
-"""Checkpoint directories: what counts as a checkpoint, what is dropped, and how damage
-is found.
-"""
+"""Checkpoint directories: committed checkpoints, removal, and detection of damage."""
 
 from __future__ import annotations
 
@@ -69,7 +67,7 @@ def folder(tmp_path: Path) -> CheckpointFolder:
 
 @pytest.fixture
 def saved(folder: CheckpointFolder) -> Path:
-    """The directory of a committed checkpoint of iteration 1."""
+    """Return the directory of a committed checkpoint of iteration 1."""
     return save(folder, 1)
 
 
@@ -103,7 +101,7 @@ def test_a_checkpoint_counts_from_its_marker_on(folder: CheckpointFolder) -> Non
 
 def test_the_checksum_is_crc32(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"123456789")
-    # the check value
+    # the check value of CRC-32
     assert seal_files(tmp_path, ["f"]) == [
         FileRecord(name="f", size_bytes=9, crc32=0xCBF43926)
     ]
@@ -167,7 +165,7 @@ def test_an_iteration_keeps_its_checkpoint_until_it_is_saved_again(
 ) -> None:
     save(folder, 2)
     save(folder, 3)
-    for _ in range(2):  # the second time after a save that was torn
+    for _ in range(2):  # the second time after a torn save
         folder.prepare(3)
         assert iterations_of(folder) == ([3, 2], [3])
         assert folder.committed()[0].directory == str(tmp_path / "iter_0000003.before")

@@ -1,5 +1,6 @@
-"""The course of a run: what was trained with which settings, and where in the data
-another run goes on.
+"""The course of a run: settings of training, and the place in the data.
+
+The place decides where in the data another run continues.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def test_samples_are_counted_on_from_the_checkpoint_of_another_run(
     course.begin_from(first, 10)
     course.write()
 
-    # of a replacement, or of a later start
+    # a replacement, or a later start
     again = RunCourse(second, {}, ALONE, samples_an_iteration=8)
     assert again.course == course.course
     assert [again.course.consumed(done) for done in (10, 11)] == [

@@ -1,7 +1,7 @@
-"""Megatron's own files in the durable tier: damage, another model, failing saves, and
-which run to resume from.
+"""Megatron's own files in the durable tier: damage, other models, failed saves.
 
-Rules that do not depend on the files are those of tests/engine/test_durable.py.
+Further tests choose the run to resume from. Rules that do not depend on the files are
+tested in tests/engine/test_durable.py.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ Run = tuple[Path, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A finished run with checkpoints after iterations 2, 4 and 6."""
+    """Return a finished run with checkpoints after iterations 2, 4 and 6."""
     folder = tmp_path_factory.mktemp("finished")
     return folder, train(2, folder, *DENSE)
 
 
 @pytest.fixture
 def interrupted(finished: Run, tmp_path: Path) -> Run:
-    """A copy that looks as if the run had died after iteration 4, and how it would have
-    ended.
+    """Return a copy of a run that seems to have died after iteration 4.
+
+    The second value is the result that the run would have reached.
     """
     folder = tmp_path / "interrupted"
     shutil.copytree(finished[0], folder)

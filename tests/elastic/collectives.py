@@ -1,4 +1,4 @@
-"""What Megatron calls of process groups, and what each call gives."""
+"""Megatron's calls on process groups, and the results of each call."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from tests.ranks import rank_store
 from tests.waits import WAIT_S
 
 _HAS_ALL_TO_ALL = TorchVersion(torch.__version__) >= "2.13"
-"""gloo of torch 2.11 has no exchange of lists, which Megatron does not use."""
+"""gloo of torch 2.11 cannot exchange lists of tensors. Megatron makes no such exchange.
+"""
 
 
 def ones(*sizes: int) -> torch.Tensor:
-    """Return what no other rank has."""
+    """Return a tensor of the given sizes, with values that no other rank has."""
     return (
         torch.arange(1.0, 1 + torch.Size(sizes).numel()).reshape(sizes)
         * 10 ** own_rank()
@@ -34,8 +35,8 @@ def zeros(size: int) -> list[torch.Tensor]:
     return [torch.zeros(2) for _ in range(size)]
 
 
-# What Megatron calls, on a group of which the caller is one: `ranks` are its members'
-# global ranks.
+# Megatron's calls. Each takes a group that contains the calling rank, and `ranks`, the
+# global ranks of the group's members.
 
 
 def all_reduce(group: Any, ranks: list[int]) -> Any:
@@ -73,7 +74,7 @@ def broadcast_object(group: Any, ranks: list[int]) -> Any:
 
 def reduce(group: Any, ranks: list[int]) -> Any:
     dist.reduce(total := ones(3), dst=ranks[-1], group=group)
-    # of the others gloo makes what it likes
+    # gloo leaves the tensors of the other ranks undefined
     return total if own_rank() == ranks[-1] else None
 
 
@@ -156,8 +157,9 @@ def all_to_all(group: Any, ranks: list[int]) -> Any:
 
 
 def all_to_all_single(group: Any, ranks: list[int]) -> Any:
-    """Tokens: one for the group's first rank, two for the second, ..., from every
-    rank.
+    """Exchange tokens in uneven parts.
+
+    Every rank sends one token to the group's first rank, two to the second, and so on.
     """
     place, size = ranks.index(own_rank()), len(ranks)
     sent, received = [1 + other for other in range(size)], [1 + place] * size
@@ -229,7 +231,7 @@ def plain(result: Any) -> Any:
 
 
 def call_all(places: list[tuple[Any, list[int]]]) -> dict[str, Any]:
-    """Return what each collective gives in each group that this rank is in."""
+    """Return each collective's results, by name, in all groups that have this rank."""
     mine = [(group, ranks) for group, ranks in places if own_rank() in ranks]
     return {
         call.__name__: [plain(call(group, ranks)) for group, ranks in mine]
@@ -253,8 +255,9 @@ def with_plain_gloo() -> dict[str, Any]:
 def over_generations(
     folder: str, backend: str, generations: Sequence[int], transport: Any = None
 ) -> list[dict[str, Any]]:
-    """Return what each collective gives on this rank of three, generation by
-    generation.
+    """Return this rank's results of each collective, for each generation.
+
+    The world has three ranks.
     """
     groups = open_groups(own_rank(), 3, transport=transport)
     places, store = make_groups(backend), open_store(folder)
@@ -269,12 +272,13 @@ def over_generations(
 
 
 def outcome_of(call: Callable[[], object]) -> str:
-    """Return how a call ended, and whether that was late: gloo's own deadlines end what
-    nothing else does.
+    """Return how a call ended, with `late` at the end if the call took too long.
+
+    A call is late after a third of WAIT_S. Only gloo's own time limits end such a call.
     """
     begun_s = time.monotonic()
     try:
         outcome = f"got {call()}"
-    except Exception as error:  # what the test is about
+    except Exception as error:  # tests compare the type of the error
         outcome = type(error).__name__
     return outcome if time.monotonic() - begun_s < WAIT_S / 3 else f"{outcome}, late"

@@ -1,4 +1,4 @@
-"""A real etcd for tests, of one member on this machine."""
+"""A real etcd of one member on this machine, for tests."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ _NO_ETCD = (
 
 
 class EtcdServer:
-    """An etcd that starts at once and ends with `stack`; `folder` has its data. Without
-    one the test is skipped.
+    """An etcd process, which starts at once and ends with `stack`.
+
+    The process keeps its data and its log in `folder`. On a machine without etcd, the
+    test is skipped.
     """
 
     def __init__(self, stack: ExitStack, folder: Path, *options: str) -> None:
@@ -60,7 +62,7 @@ class EtcdServer:
         self._process.wait(WAIT_S)
 
     def start_again(self) -> None:
-        """Start with the data that the killed one left."""
+        """Start another process with the data of the killed process."""
         self._process = self._started()
 
     def _started(self) -> subprocess.Popen[bytes]:

@@ -1,4 +1,4 @@
-"""Processes that a test starts, talks to and ends."""
+"""Processes that a test starts, exchanges messages with, and ends."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from tests.waits import START_S, WAIT_S
 
 
 class Child:
-    """A process on `main`, whose first argument is its end of a connection; it does not
-    outlive the test.
+    """A process that runs `main`, and does not outlive the test.
+
+    The first argument of `main` is the process's end of a connection to the test.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class Child:
         return self.connection.recv()
 
     def kill(self) -> None:
-        """End it; it is gone when this returns."""
+        """Kill the process, and wait for its end."""
         self._process.kill()
         self._process.join()
 
@@ -51,8 +52,9 @@ class Child:
 
 
 class Watch:
-    """The end of a process that need not be this one's child; `stack` ends the
-    watch.
+    """A watch for the end of a process, which need not be a child of this process.
+
+    The watch ends with `stack`.
     """
 
     def __init__(self, stack: ExitStack, pid: int) -> None:

@@ -1,5 +1,6 @@
-"""`runtime.backend`, `runtime.share_gpus` and a rank's GPU: what `auto` becomes, and
-what does not fit the devices.
+"""`auto` becomes a backend, each rank gets a GPU, and unfit settings are refused.
+
+The settings are `runtime.backend` and `runtime.share_gpus`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""A cut ends the sockets of its generation and no others, and groups leave nothing
-behind.
-"""
+"""A cut ends the sockets of its generation alone, and groups leave nothing behind."""
 
 from __future__ import annotations
 
@@ -26,12 +24,12 @@ from tests.elastic.workers import open_groups, own_rank, wait_until
 from tests.ranks import rank_store, run_ranks
 from tests.waits import WAIT_S
 
-# The sockets that are a generation's.
+# Sockets of a generation.
 
 
 @pytest.fixture
 def pair(stack: ExitStack) -> Callable[[], tuple[socket.socket, ...]]:
-    """Return a function that opens two connected sockets."""
+    """Return a function that opens a pair of connected sockets."""
     return lambda: tuple(map(stack.enter_context, socket.socketpair()))
 
 
@@ -63,7 +61,7 @@ def test_only_sockets_of_the_generation_are_cut(
 def test_a_socket_that_gets_the_number_of_another_is_not_cut(
     pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sockets are closed and opened by other threads while a cut goes on."""
+    """Other threads close and open sockets during a cut."""
     sockets = GenerationSockets()
     sockets.begin()
     during = pair()
@@ -86,8 +84,10 @@ def test_a_socket_that_gets_the_number_of_another_is_not_cut(
 
 
 def test_a_listening_socket_is_not_cut(start: Callable[[], Loop]) -> None:
-    """A loop goes on listening; what bootstraps a communicator is shut down as a
-    whole.
+    """A loop of gloo continues to listen after a cut.
+
+    `GenerationSockets`, for the bootstrap of a communicator, also shuts down sockets
+    that listen.
     """
     sockets = LoopSockets()
     server = sockets.add(start).server
@@ -96,13 +96,14 @@ def test_a_listening_socket_is_not_cut(start: Callable[[], Loop]) -> None:
     server.accept()[0].close()
 
 
-# The sockets that a loop of gloo watches.
+# Sockets that an event loop of gloo watches.
 
 
 @dataclass
 class Loop:
-    """An epoll instance that watches a listening socket, as a loop of gloo does from
-    its start.
+    """An epoll instance that watches a listening socket.
+
+    A loop of gloo watches its listening socket from the start, too.
     """
 
     poll: select.epoll
@@ -110,7 +111,7 @@ class Loop:
     stack: ExitStack
 
     def connect(self) -> tuple[socket.socket, socket.socket]:
-        """Return both ends of a new connection, of which the loop watches the first."""
+        """Return both ends of a new connection. The loop watches the first end."""
         there = self.stack.enter_context(
             socket.create_connection(self.server.getsockname(), WAIT_S)
         )
@@ -187,8 +188,11 @@ NUM_GROUPS, NUM_FIRST = 50, 10
 
 
 def make_and_end_groups(kind: str) -> tuple[list[int], list[int]]:
-    """Return files, threads and MiB of the device in use after the first groups of one
-    rank, and after many.
+    """Make and end many groups of one rank, and measure the resources in use.
+
+    Returns:
+        Open files, threads, and MiB in use on the device (0 without a GPU): after the
+        first NUM_FIRST groups, and after all groups.
     """
     if kind == "nccl":
         torch.cuda.set_device(0)
@@ -238,7 +242,7 @@ def test_many_groups_leave_no_more_behind_than_the_first(kind: str) -> None:
     )
 
 
-# Groups that torch makes of classes of ours.
+# Groups of this project's classes, which torch creates.
 
 
 def open_handles() -> tuple[str | None, list[float]]:
@@ -264,8 +268,9 @@ def sum_alone() -> tuple[str | None, list[float]]:
 def test_a_flight_recorder_that_the_environment_asks_for_stays_off(
     open_world: Callable[[], tuple[str | None, list[float]]],
 ) -> None:
-    """torch 2.15 would attach it to each group, which has no backend to name.
+    """torch 2.15 would attach the recorder to each group, under a name of its backend.
 
-    In a process of its own: torch has one world and one list of backends for each.
+    Groups of this project have no backend with a name. The test needs a process of its
+    own: torch has one world, and one list of backends, in each process.
     """
     assert run_ranks(1, open_world) == [("0", [1.0])]

@@ -1,5 +1,6 @@
-"""Waiting that can be ended: in slices, and by helpers, whose outcomes the first thread
-settles.
+"""Other threads can end a wait, and the first thread to set an outcome decides.
+
+Threads wait in slices, or for helper threads.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def test_all_waiting_threads_are_woken(settle: Settle) -> None:
 
 
 def test_of_threads_at_once_exactly_one_settles_an_outcome() -> None:
-    """However the race goes, `abandoned` and what is raised belong together."""
+    """In every race, `abandoned` fits the error that a wait raises."""
     with ThreadPoolExecutor(2) as threads:
         for _ in range(300):
             outcome, start = WaitResult(), threading.Barrier(2)
@@ -92,7 +93,7 @@ def test_of_threads_at_once_exactly_one_settles_an_outcome() -> None:
 
 @pytest.fixture
 def helper() -> Iterator[Helper]:
-    """Return a helper that has ended before the test has."""
+    """Return a helper whose thread ends before the end of the test."""
     helper = Helper()
     yield helper
     helper.close()
@@ -146,7 +147,7 @@ def test_an_abandoned_call_goes_on_alone_and_its_helper_ends_with_it() -> None:
 
 
 class Tensors:
-    """Stands for the tensors of an operation."""
+    """Stand-in for the tensors of an operation."""
 
 
 def test_a_helper_at_rest_holds_no_tensors(helper: Helper) -> None:
@@ -159,13 +160,21 @@ def test_a_helper_at_rest_holds_no_tensors(helper: Helper) -> None:
 
 
 class Slow:
-    """An operation that ends after some slices, perhaps as a slice does, or with an
-    error.
-    """
+    """An operation that ends after some slices of a wait."""
 
     def __init__(
         self, num_slices: int, error: str = "", *, ends_with_slice: bool = False
     ) -> None:
+        """Begin the operation.
+
+        Args:
+            num_slices: The number of slices of a wait after which the operation has
+                ended.
+            error: The message of the error with which the operation ends; empty: no
+                error.
+            ends_with_slice: Whether the operation ends just as the last slice times
+                out.
+        """
         self.has_timed_out = threading.Event()
         self._left = num_slices
         self._error = error
@@ -191,7 +200,7 @@ def test_a_wait_in_slices_ends_as_its_operation_does(
     num_slices: int, ends_with_slice: bool
 ) -> None:
     waits = HostWaits()
-    waits.abandon()  # a wait that begins later is another one
+    waits.abandon()  # has no effect on waits that begin later
     waits.wait_in_slices(Slow(num_slices, ends_with_slice=ends_with_slice))
     with pytest.raises(RuntimeError, match="its own error"):
         waits.wait_in_slices(

@@ -1,6 +1,4 @@
-"""A store that fails is one clear error, its requests count as waits, and a silent
-connection ends.
-"""
+"""A lost store is one clear error, requests count as waits, silent connections end."""
 
 from __future__ import annotations
 
@@ -62,7 +60,7 @@ def host_a_store(connection: Connection) -> None:
 
 
 def ask_a_silent_store(connection: Connection, port: int) -> None:
-    """Be a supervisor that has begun a request, and is told to stop."""
+    """Act as a supervisor that gets SIGTERM while its store does not answer."""
     store = CheckedStore(
         dist.TCPStore("127.0.0.1", port, is_master=False), heeds_signals=True
     )
@@ -91,8 +89,9 @@ def test_a_supervisor_is_told_to_stop_while_its_store_is_silent(
 
 
 def stop_as_a_request_begins(connection: Connection) -> None:
-    """Be a supervisor that is told to stop just as it starts the thread of a request,
-    and saves in another process.
+    """Act as a supervisor that gets SIGTERM as a request's thread is about to start.
+
+    The handler saves in another process.
     """
     start = Thread.start
 
@@ -184,8 +183,10 @@ def test_only_connections_to_that_port_end_when_they_are_silent(
 
 
 def test_no_descriptor_is_left_over_from_the_search(stack: ExitStack) -> None:
-    """A duplicate of a pipe's end would keep its reader waiting, and each search would
-    double them.
+    """The search duplicates descriptors, and must close the duplicates.
+
+    A duplicate of a pipe's end would keep the pipe's reader waiting, and each search
+    would double the number of duplicates.
     """
     reading, writing = os.pipe()
     stack.callback(os.close, reading)

@@ -1,6 +1,4 @@
-"""A rank's means to survive: the page is as before once an operation has ended, in
-whatever way.
-"""
+"""A rank's status page shows no wait after an operation, even after a failed one."""
 
 from __future__ import annotations
 

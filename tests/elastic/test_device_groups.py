@@ -1,5 +1,7 @@
-"""Groups over transports of a device: no Work, batches, a host that blocks for its
-device, sockets, and aborts.
+"""Elastic groups over transports that behave like a device's, made from gloo.
+
+Covered are operations without a Work, batches, a host that blocks for its device,
+results that an abort has spoilt, sockets, and aborts that hang.
 """
 
 from __future__ import annotations
@@ -58,8 +60,9 @@ from tests.waits import WAIT_S
 
 
 class LikeNccl:
-    """gloo that answers as NCCL does since torch 2.8: a synchronous operation returns
-    no Work.
+    """gloo that returns no Work from synchronous operations.
+
+    NCCL's groups do so since torch 2.8.
     """
 
     def __init__(self, group: Any) -> None:
@@ -84,7 +87,7 @@ class LikeNccl:
 
 
 class LikeNcclTransport(GlooBackend):
-    """gloo whose groups answer as NCCL's."""
+    """gloo with `LikeNccl` groups."""
 
     def make(
         self,
@@ -101,8 +104,11 @@ class LikeNcclTransport(GlooBackend):
 
 
 def use_groups_without_work(folder: str) -> tuple[list[Any], int, str]:
-    """Return what operations gave, how many are kept as unfinished, and how one ends
-    after a cut.
+    """Use groups without Works, then cut the groups.
+
+    Returns:
+        The results of the operations, the number of operations kept as unfinished, and
+        the outcome of an operation after the cut.
     """
     groups = open_groups(own_rank(), 2, transport=LikeNcclTransport())
     groups.form(open_store(folder), 1)
@@ -130,8 +136,9 @@ def test_an_inside_that_returns_no_work_is_used(tmp_path: Path) -> None:
 
 
 class SerialGroup:
-    """gloo whose transfers take turns unless they are batched, as on the one stream of
-    an NCCL communicator.
+    """gloo whose transfers run one after another unless they are batched.
+
+    Transfers on the one stream of an NCCL communicator do so, too.
     """
 
     supports_coalescing = True
@@ -184,7 +191,7 @@ class Queued:
 
 
 class Counted(contextlib.AbstractContextManager[None]):
-    """A context that counts how often it has been entered and not left."""
+    """A context whose `depth` is the number of entries without an exit so far."""
 
     depth = 0
 
@@ -196,7 +203,7 @@ class Counted(contextlib.AbstractContextManager[None]):
 
 
 class SerialTransport(GlooBackend):
-    """gloo whose groups transfer as NCCL's do."""
+    """gloo with `SerialGroup` groups; counts open launches and dropped calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,12 +237,18 @@ class SerialTransport(GlooBackend):
 def exchange_in_batches(
     folder: str, cut_at: str
 ) -> tuple[str, list[float], int, str, int, int, int]:
-    """Return how the first batch went and its data, how many operations are kept, and
-    how a batch fails after a cut.
+    """Exchange tensors in a batch, and cut the groups inside a second batch.
 
-    And how many batches are open then, how often the transport is held, and whether
-    calls were dropped. `cut_at`: where the cut comes, after the batch's start or before
-    its end.
+    Args:
+        folder: The folder of the store in which both ranks meet.
+        cut_at: The method of the inner group after which the cut comes:
+            `_start_coalescing`, which starts the batch, or `recv`, before the end of
+            the batch.
+
+    Returns:
+        Of the first batch, the outcome, the received data, and the number of operations
+        kept as unfinished. Of the second batch, the outcome, the number of batches that
+        are still open, how often the transport is held, and whether calls were dropped.
     """
     transport = SerialTransport()
     groups = open_groups(own_rank(), 2, operation_s=3.0, transport=transport)
@@ -267,8 +280,9 @@ def exchange_in_batches(
 def test_transfers_are_batched_where_the_inside_can(
     cut_at: str, tmp_path: Path
 ) -> None:
-    """A batch that a cut reaches before its end is ended all the same: NCCL would begin
-    no later operation.
+    """A batch is ended even if a cut comes before its end.
+
+    Otherwise NCCL would begin no later operation.
     """
     first, second = run_ranks(2, exchange_in_batches, str(tmp_path), cut_at)
     assert first == ("got None", [10.0, 20.0], 0, "PeersLostError", 0, 0, True)
@@ -276,8 +290,11 @@ def test_transfers_are_batched_where_the_inside_can(
 
 
 def hold_batches(folder: str) -> list[int]:
-    """Return how often the transport is held: before, in and after a batch, and after
-    one that an error left open.
+    """Return how often the transport is held around batches.
+
+    Returns:
+        The counts before, inside and after a batch, and after `leave` has ended a batch
+        that was left open, as an error leaves it.
     """
     transport = SerialTransport()
     groups, store = open_groups(own_rank(), 2, transport=transport), open_store(folder)
@@ -299,8 +316,13 @@ def test_a_batch_is_held_until_it_has_begun(tmp_path: Path) -> None:
 
 
 def abilities_before_and_after_forming(folder: str) -> list[bool]:
-    """Return the answers to the question that torch 2.14 asks of every group before it
-    batches transfers.
+    """Return whether a group batches transfers, at three moments.
+
+    torch 2.14 asks every group this question before torch batches transfers.
+
+    Returns:
+        The answers before the group is formed, while the group is formed, and after
+        `leave`.
     """
     groups = open_groups(own_rank(), 2)
     handle: Any = dist.group.WORLD
@@ -320,8 +342,9 @@ def test_a_handle_answers_whether_it_batches_transfers(tmp_path: Path) -> None:
 
 
 class Launching:
-    """A group whose operations are launched only: the device does them later, and the
-    host waits for none.
+    """A group that only launches operations, without a wait of the host.
+
+    A device would carry the operations out later.
     """
 
     num_begun = 0
@@ -335,16 +358,19 @@ class Launching:
 
 
 class Launched:
-    """An operation that the current stream waits for, and not the host."""
+    """An operation for which the current stream waits, and the host does not."""
 
     def wait(self) -> None: ...
 
 
 def fail_in_calls(folder: str) -> tuple[list[str], list[int], int]:
-    """Return how wrong calls end, how often each has dropped calls, and how often the
-    transport is held then.
+    """Make four wrong calls, of which the first two are in batches.
 
-    The first two are in a batch, and the first does not reach the inner group.
+    The first call does not reach the inner group.
+
+    Returns:
+        The outcome of each call, how often each call has dropped calls, and how often
+        the transport is held after all calls.
     """
     transport = SerialTransport()
     groups = open_groups(own_rank(), 2, transport=transport)
@@ -354,7 +380,7 @@ def fail_in_calls(folder: str) -> tuple[list[str], list[int], int]:
     def fail(*_: Any) -> None:
         raise RuntimeError("an error of the network")
 
-    # the first two take no tensor
+    # the first two accept no tensor
     inside.send, inside.broadcast, inside.allreduce = lambda: None, lambda: None, fail
     wrong, right = (dist.P2POp(dist.isend, ones(2), 1 - own_rank()) for _ in range(2))
     wrong.tensor = cast("Any", SimpleNamespace(device=torch.device("cpu")))
@@ -381,8 +407,9 @@ def test_a_call_that_fails_leaves_no_others_behind(tmp_path: Path) -> None:
 
 
 class LaunchingTransport(HeldTransport):
-    """A transport of which the host sees a device's points only, and waits for none but
-    in a barrier.
+    """A device's transport whose points the test lets the device reach.
+
+    The transport counts how often the host waits for the device.
     """
 
     def __init__(self) -> None:
@@ -424,10 +451,12 @@ def reduce_and_wait() -> None:
 def block_in_an_event(
     folder: str, reduce: Callable[[], None]
 ) -> tuple[bool, bool, bool, bool, float]:
-    """Return whether a rank waits for others: before and while its host blocks, after
-    that, and when it is wedged.
+    """Return whether a rank counts as waiting for other ranks while its host blocks.
 
-    And the age of its last progress in seconds as the wait has ended.
+    Returns:
+        Whether the rank waits before an operation, while the host blocks, after the
+        host has gone on, and after `leave`, when a last operation has not ended; then
+        the age of the last progress as the first wait has ended, in seconds.
     """
     page, transport = StatusPage(Path(folder) / "page"), LaunchingTransport()
     page.reset()
@@ -437,7 +466,7 @@ def block_in_an_event(
     groups.form(dist.HashStore(), 1)
     seen = [page.waiting]
     reduce()
-    # as `.item()` does
+    # blocks as `.item()` does
     host = threading.Thread(target=transport.points[-1].reached.wait)
     host.start()
     seen.append(wait_until(lambda: page.waiting))
@@ -464,8 +493,13 @@ def test_a_host_that_blocks_for_its_device_waits_for_others(
 
 
 class CutOffGroup:
-    """gloo whose sums an abort can cut off: then they complete with what `left` makes
-    of this rank's summand.
+    """gloo whose sums can be cut off, as by an abort.
+
+    Attributes:
+        left: Returns the contents with which a sum that is cut off completes. The
+            arguments are this rank's summand and the last complete sum. None: sums are
+            not cut off.
+        last: The last complete sum.
     """
 
     def __init__(self, group: Any) -> None:
@@ -487,7 +521,7 @@ class CutOffGroup:
 
 
 class CutOffTransport(GlooBackend):
-    """gloo whose operations complete when they are cut, as NCCL's do."""
+    """gloo whose operations complete when they are cut off, as NCCL's do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -525,7 +559,7 @@ RIGHT = [
 
 
 def decide() -> list[str]:
-    """Return how operations end by whose values ranks decide."""
+    """Return the outcomes of operations by whose values ranks decide."""
     ranks, total = TorchRanks(), torch.ones(1)
 
     def reduce() -> list[float]:
@@ -543,8 +577,9 @@ def decide() -> list[str]:
 
 
 def decide_after_an_abort(folder: str, left: str) -> tuple[list[str], list[str]]:
-    """Return how decisions end, and how they end once a peer has aborted, of which this
-    rank knows nothing yet.
+    """Return the outcomes of decisions before and after a peer's abort.
+
+    The generation of this rank has not ended yet at the abort.
     """
     groups = open_groups(own_rank(), NUM_RANKS, transport=CutOffTransport())
     groups.form(open_store(folder), 1)
@@ -558,14 +593,16 @@ def decide_after_an_abort(folder: str, left: str) -> tuple[list[str], list[str]]
 def test_results_that_an_abort_has_completed_count_for_nothing(
     left: str, tmp_path: Path
 ) -> None:
-    # processes: torch has one world in each
+    # in processes, as torch has one world in each process
     found = run_ranks(NUM_RANKS, decide_after_an_abort, str(tmp_path), left)
     assert found == [(RIGHT, ["PeersLostError"] * len(RIGHT))] * NUM_RANKS
 
 
 def decide_in_a_next_generation(folder: str) -> list[str]:
-    """Return how decisions end in a generation whose memory has the last sum of the one
-    before.
+    """Return the outcome of a decision in a second generation, in a list.
+
+    The decision's sum is cut off there, and completes with the last sum of the first
+    generation, which is still in memory.
     """
     groups = open_groups(own_rank(), 2, transport=CutOffTransport())
     groups.form(open_store(folder), 1)
@@ -587,8 +624,9 @@ def test_a_sum_of_an_earlier_generation_counts_for_nothing(tmp_path: Path) -> No
 
 
 def decide_on_gloo(folder: str) -> tuple[list[str], int]:
-    """Return how decisions end, and the number of operations of a sum and a
-    confirmation.
+    """Return the outcomes of decisions, and a number of operations.
+
+    The number counts the operations of one sum and one confirmation.
     """
     groups = open_groups(own_rank(), NUM_RANKS)
     groups.form(open_store(folder), 1)
@@ -606,8 +644,9 @@ def test_results_of_gloo_count_as_they_are(tmp_path: Path) -> None:
 
 
 def decide_without_the_store(folder: str) -> tuple[bool, int]:
-    """Return whether joining asks the store, and the number of requests of a hundred
-    decisions.
+    """Return whether joining sends requests to the store, and a number of requests.
+
+    The number counts the requests of a hundred barriers and a hundred confirmations.
     """
     Generations(open_store(folder)).set_incarnation(own_rank(), 0)
     traffic = Traffic()
@@ -620,7 +659,7 @@ def decide_without_the_store(folder: str) -> tuple[bool, int]:
         transport=CutOffTransport(),
     )
     membership.join()
-    TorchRanks().barrier()  # gloo reads addresses as it first needs them
+    TorchRanks().barrier()  # gloo reads addresses on first use
     joined = traffic.operations
     for _ in range(100):
         TorchRanks().barrier()
@@ -633,7 +672,7 @@ def test_no_decision_asks_the_store(tmp_path: Path) -> None:
 
 
 class BusyTransport(LaunchingTransport):
-    """A device whose generation ends while the host waits for it."""
+    """A device's transport; the generation ends while the host waits for the device."""
 
     groups: ElasticGroups
 
@@ -642,9 +681,7 @@ class BusyTransport(LaunchingTransport):
 
 
 def confirm_what_is_cut() -> tuple[str, int]:
-    """Return how a confirmation ends that a cut has overtaken, and how many sums have
-    begun.
-    """
+    """Return a confirmation's outcome during a cut, and how many sums have begun."""
     transport = BusyTransport()
     transport.groups = groups = open_groups(0, 2, transport=transport)
     groups.form(dist.HashStore(), 1)
@@ -652,14 +689,12 @@ def confirm_what_is_cut() -> tuple[str, int]:
 
 
 def test_a_rank_adds_its_summand_only_while_its_generation_lasts() -> None:
-    """Else peers would take the results that its abort has spoilt for confirmed
-    ones.
-    """
+    """Otherwise peers would confirm results that this rank's abort has spoilt."""
     assert run_ranks(1, confirm_what_is_cut) == [("PeersLostError", 0)]
 
 
 class OrderedTransport(LaunchingTransport):
-    """A device that notes, at each wait for it, how many sums have begun."""
+    """A device's transport that records the number of sums begun at each wait."""
 
     groups: ElasticGroups
 
@@ -672,7 +707,7 @@ class OrderedTransport(LaunchingTransport):
 
 
 def confirm_in_order() -> list[int]:
-    """Return how many sums had begun at each wait for the device."""
+    """Return the number of sums begun at each of the host's waits for the device."""
     transport = OrderedTransport()
     transport.groups = groups = open_groups(0, 2, transport=transport)
     groups.form(dist.HashStore(), 1)
@@ -697,9 +732,7 @@ class CutAtEntry(contextlib.AbstractContextManager[None]):
 
 
 class CuttingTransport(LaunchingTransport):
-    """A transport whose generation ends while a thread is about to begin an
-    operation.
-    """
+    """A transport whose generation ends as a thread is about to begin an operation."""
 
     groups: ElasticGroups
 
@@ -708,9 +741,7 @@ class CuttingTransport(LaunchingTransport):
 
 
 def begin_as_the_generation_ends() -> tuple[str, int]:
-    """Return how an operation ends that a cut has overtaken, and how many have
-    begun.
-    """
+    """Return an operation's outcome during a cut, and how many sums have begun."""
     transport = CuttingTransport()
     transport.groups = groups = open_groups(0, 2, transport=transport)
     groups.form(dist.HashStore(), 1)
@@ -729,7 +760,7 @@ class FailingTransport(LaunchingTransport):
 
 
 def block_on_a_failed_network(folder: str) -> str:
-    """Return why the generation has ended, while the host blocks for its device."""
+    """Return why the generation ended before the device had reached a point."""
     generations = Generations(open_store(folder))
     generations.set_incarnation(own_rank(), 0)
     membership = open_membership(folder, own_rank(), 2, transport=FailingTransport())
@@ -749,8 +780,10 @@ def test_a_failed_network_ends_the_generation_of_a_host_that_blocks(
 
 
 def count_waits_of_the_host() -> list[int]:
-    """Return how often the host has waited for its device: after two sums, and after a
-    barrier.
+    """Return how often the host has waited for its device, at two moments.
+
+    Returns:
+        The counts after two sums, and after a barrier that follows.
     """
     transport = LaunchingTransport()
     groups = open_groups(0, 2, transport=transport)
@@ -767,8 +800,9 @@ def test_a_host_waits_for_its_device_in_a_barrier_alone() -> None:
 
 
 class DeviceTransport(HeldTransport):
-    """A device's transport, which opens a socket for each group, as NCCL's bootstrap
-    does, and more when it likes.
+    """A device's transport that opens a pair of sockets for each group.
+
+    NCCL's bootstrap opens sockets, too. `open_socket` opens another pair.
     """
 
     def __init__(self) -> None:
@@ -798,8 +832,10 @@ class DeviceTransport(HeldTransport):
 
 
 class HostTransport(GlooBackend):
-    """The host's transport, beside a device whose groups open another socket while this
-    one's are formed.
+    """The host's transport, beside a device's transport.
+
+    While a group of the host is formed, the device opens another pair of sockets, if
+    the device's groups were formed first.
     """
 
     def __init__(self, device: DeviceTransport) -> None:
@@ -821,9 +857,7 @@ class HostTransport(GlooBackend):
 
 
 def cut_beside_a_device(folder: str) -> tuple[list[bool], list[bool]]:
-    """Return whether a device's sockets work as its groups are aborted, and after the
-    cut of the host's groups.
-    """
+    """Return whether a device's sockets work at its own cut, and after all cuts."""
     transport = DeviceTransport()
     process_groups.GlooBackend = partial(HostTransport, transport)  # type: ignore[misc]
     groups = open_groups(own_rank(), 2, transport=transport, world=CPU_BACKEND)

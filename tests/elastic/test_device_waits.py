@@ -1,6 +1,4 @@
-"""Points that a device has not reached: late ones are waits for other ranks, unless
-they are later than any wait.
-"""
+"""A device that is late at a point counts as waiting for ranks, up to a time limit."""
 
 from __future__ import annotations
 

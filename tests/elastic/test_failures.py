@@ -165,13 +165,13 @@ def raise_a_stale_handle(_: Worker) -> int:
 
 
 def fail_with_full_memory(_: Connection, memory: Path) -> None:
-    """Be a worker whose device fails where its supervisor's file cannot be written."""
+    """Act as a worker whose device fails and whose failure file cannot be written."""
     (memory / "failure").mkdir()
     work_in(memory, raise_a_fault)
 
 
 def lose_a_file_system(_: Connection, memory: Path) -> None:
-    """Be a worker that meets a fault as an error of a setting."""
+    """Act as a worker in which a hardware fault becomes an error of a setting."""
     work_in(memory, raise_a_stale_handle)
 
 
@@ -198,8 +198,10 @@ def work_in(memory: Path, work: Callable[[Worker], int]) -> None:
 def test_a_fault_that_cannot_be_written_down_is_a_death(
     tmp_path: Path, start: Callable[..., Child]
 ) -> None:
-    """The supervisor replaces a worker that was killed; one that ends with a traceback
-    ends the job.
+    """A worker that cannot leave a failure ends by a signal.
+
+    The supervisor replaces a worker that was killed. A worker that ends with a
+    traceback ends the job.
     """
     assert start(fail_with_full_memory, tmp_path).exit_status() == -signal.SIGKILL
 

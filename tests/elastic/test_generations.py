@@ -1,5 +1,7 @@
-"""How ranks end one generation and begin the next: the keys, members over a real store,
-and ranks that must end.
+"""Ranks end one generation and begin the next, over stores and in processes.
+
+First come the keys in the store, then members over a real store, then members that must
+end.
 """
 
 from __future__ import annotations
@@ -48,8 +50,9 @@ Both = tuple[Generations, Generations]
 
 @pytest.fixture(scope="module")
 def connections() -> tuple[dist.Store, dist.Store]:
-    """Return two connections to one store, as torchrun's: each new one can take
-    seconds.
+    """Return two connections to one store of the kind that torchrun has.
+
+    A new connection can take seconds, so all tests of the module share these two.
     """
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return server, dist.TCPStore("127.0.0.1", server.port, is_master=False)
@@ -96,8 +99,10 @@ def test_a_generation_ends_once_and_for_the_first_reason(both: Both) -> None:
 
 
 class OvertakenStore(dist.HashStore):
-    """Lets another process `overtake` the one that has just been answered a swap of
-    `key`.
+    """A store in which another process acts right after a swap of `key`.
+
+    The process that has sent the swap has just received the answer. `overtake` receives
+    the other process's keys.
     """
 
     def __init__(self, key: str, overtake: Callable[[Generations], object]) -> None:
@@ -160,7 +165,10 @@ def test_the_last_rank_to_arrive_lets_all_go(both: Both) -> None:
 def test_a_generation_goes_unless_it_ends_before_all_have_arrived(
     both: Both, ends_first: bool
 ) -> None:
-    """One that has gone is not called back: some would go and some not."""
+    """A generation that has begun is not called back.
+
+    Otherwise some ranks would begin the generation, and some would not.
+    """
     one, other = both
     one.current()
     one.arrive(1, 2)
@@ -185,7 +193,7 @@ def test_deaths_are_kept_by_generation(both: Both) -> None:
 
 
 class CutOffStore(dist.HashStore):
-    """Its client dies as it sends a request, after `num_answers` others."""
+    """A store whose client dies with the request after `num_answers` others."""
 
     num_answers = 0
 
@@ -263,12 +271,12 @@ def test_the_life_that_may_join_is_the_last_one_set(both: Both) -> None:
     assert other.incarnation(3) == -1
     for incarnation in (0, 1):
         one.set_incarnation(3, incarnation)
-        # torch's store answers no `set`: only now it has arrived
+        # torch's store does not answer a `set`: only this answer shows the arrival
         assert one.incarnation(3) == incarnation
         assert other.incarnation(3) == incarnation
 
 
-# Members. Those below are what ranks do; rank 2 is no member and stands for a
+# Members. Ranks run the functions below. Rank 2 is no member, and stands for a
 # supervisor.
 
 
@@ -287,7 +295,7 @@ def sum_of_ranks() -> float:
 
 
 def wait_for_the_end(membership: Membership) -> str:
-    """Wait for what no rank sends; return why the generation ended."""
+    """Wait for data that no rank sends; return why the generation ended."""
     with pytest.raises(PeersLostError) as lost:
         dist.recv(torch.zeros(1), 1 - own_rank())
     assert membership.lost(lost.value)
@@ -298,8 +306,9 @@ REASONS = ["rank 0 said so", "rank 1 said so", "a supervisor said so"]
 
 
 def go_through_generations(folder: str) -> list[Any]:
-    """Be in a generation after the other; the first three are ended by rank 0, rank 1
-    and a supervisor.
+    """Join one generation after another.
+
+    Rank 0, rank 1 and a supervisor (rank 2) end the first three generations, in turn.
     """
     keys = open_store(folder)
     if own_rank() == 2:
@@ -343,8 +352,9 @@ def test_all_leave_a_generation_that_any_process_ends_and_join_the_next(
 
 
 def join_though_a_peer_died_on_the_way(folder: str) -> Any:
-    """Rank 1 comes, and is dead before groups are formed; its next incarnation comes to
-    the next generation.
+    """Join although rank 1 dies between its arrival and the forming of groups.
+
+    The next incarnation of rank 1 joins the next generation.
     """
     generations = Generations(open_store(folder))
     incarnation = own_rank()
@@ -371,8 +381,9 @@ def test_a_death_while_groups_are_formed_costs_a_generation_and_no_more(
 
 
 def judge_errors(folder: str) -> list[bool]:
-    """Return what is taken for the loss of others, before one was found, as it is, and
-    after.
+    """Return whether errors count as the loss of other ranks, and end a generation.
+
+    The errors come before a loss, by a loss, and after a loss.
     """
     generations, membership = open_first_life(folder, 1)
     membership.join()
@@ -409,8 +420,10 @@ def test_a_rank_that_joins_in_vain_says_how_many_came(tmp_path: Path) -> None:
 
 
 def finish_at_second_try(folder: str) -> list[Any]:
-    """Rank 0 is done when rank 1 ends the generation. In the next, rank 1 is done when
-    rank 0 still has to do.
+    """Finish in the second generation.
+
+    In the first generation, rank 0 is done when rank 1 ends the generation. In the
+    second generation, rank 1 is done while rank 0 still has work.
     """
     keys = open_store(folder)
     generations, membership = open_first_life(folder, 2)
@@ -439,8 +452,13 @@ def test_a_rank_that_has_finished_is_there_until_all_have(tmp_path: Path) -> Non
 
 
 def finish_in_each_life(folder: str, incarnation: int) -> tuple[float, bool, str]:
-    """Go to the end of the job, as ranks that torchrun has started again do from the
-    second life on.
+    """Join, and finish the job.
+
+    From incarnation 1 on, torchrun has started the ranks again.
+
+    Returns:
+        The sum over the ranks, whether a later error counts as a loss, and the error of
+        another join.
     """
     generations = Generations(open_store(folder))
     generations.set_incarnation(own_rank(), incarnation)
@@ -464,8 +482,9 @@ def raise_error(*_: object) -> None:
 def test_a_job_that_is_started_again_after_its_end_goes_to_its_end_again(
     tmp_path: Path,
 ) -> None:
-    """A script's own work after the last iteration has failed, and torchrun has started
-    all ranks again.
+    """A script's own work after the last iteration has failed.
+
+    torchrun has then started all ranks again.
     """
     for incarnation in range(2):
         found = run_ranks(2, finish_in_each_life, str(tmp_path), incarnation)
@@ -473,8 +492,10 @@ def test_a_job_that_is_started_again_after_its_end_goes_to_its_end_again(
 
 
 def lose_again_and_again(folder: str) -> dict[str, str]:
-    """Lose one generation after another; return what came of it, by what happened in
-    each.
+    """Lose one generation after another.
+
+    Returns:
+        The outcome, by the event that happens in each of the generations.
     """
     generations, membership = open_first_life(folder, 1)
 
@@ -517,12 +538,13 @@ def test_losses_without_a_death_or_progress_are_an_error_in_the_end(
     )
 
 
-# Members that may not go on: what counts is the exit status of their processes.
+# Members that may not continue. The tests check the exit statuses of their processes.
 
 
 def join_and_stay(connection: Connection, folder: str, port: int | None = None) -> None:
-    """Join as the first incarnation of the only rank, as often as asked; stay. The
-    store: a file, or one at a port.
+    """Join as the first incarnation of the only rank; join again at each message.
+
+    The store is a file in `folder` or, with `port`, a TCP store.
     """
 
     def connect(folder: str) -> dist.Store:
@@ -553,7 +575,7 @@ def test_a_life_that_was_replaced_may_not_join(tmp_path: Path, start) -> None:
 
 
 def serve_store(connection: Connection) -> None:
-    """Be torchrun's agent: serve a store in which one rank may join."""
+    """Act as torchrun's agent: serve a store in which one rank may join."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     Generations(store).set_incarnation(0, 0)
     connection.send(store.port)
@@ -569,7 +591,7 @@ def test_a_member_whose_store_is_lost_ends(tmp_path: Path, start) -> None:
 
 
 def only_member(store: dist.Store, page: StatusPage) -> tuple[Generations, Membership]:
-    """Return the membership of a job's only rank, which has no process groups."""
+    """Return keys and membership of a job's only rank, without process groups."""
     generations = Generations(store)
     generations.set_incarnation(0, 0)
     member = Member(global_rank=0, world_size=1, incarnation=0)
@@ -600,7 +622,7 @@ def test_a_worker_that_asks_the_store_counts_as_waiting(tmp_path: Path) -> None:
     page = StatusPage(tmp_path / "page")
     store = NotingStore(page)
     _, membership = only_member(store, page)
-    store.seen.clear()  # of a supervisor
+    store.seen.clear()  # drops the supervisor's requests
     membership.join()
     assert membership.lost(PeersLostError("connections were lost"))
     membership.leave()

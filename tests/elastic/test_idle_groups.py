@@ -1,8 +1,8 @@
-"""Idle process groups that go on in the next generation: the vote in every
-interleaving, and real groups of gloo.
+"""Idle process groups continue in the next generation if all members agree.
 
-Real processes, as a group is idle, broken or out of step by what gloo's sockets have
-carried.
+The vote runs in every order of its requests. The groups are real groups of gloo in real
+processes, as the bytes that gloo's sockets have carried decide whether a group is idle,
+broken or out of step.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ from tests.ranks import run_ranks
 
 
 class NotYetError(Exception):
-    """A voter waits for a key, or for its turn."""
+    """A voter waits for a key, or for its turn to send a request."""
 
 
 class Replayed:
-    """The store as one voter sees it: requests that it has made have their answers; at
-    most one more is made.
+    """The store for one voter, which repeats its answers to earlier requests.
+
+    The voter may send one further request at most.
     """
 
     def __init__(self, store: dist.Store, answers: list[Any], *, may_ask: bool) -> None:
@@ -74,7 +75,7 @@ class Replayed:
 
 
 class Vote:
-    """A vote, after some requests of its voters."""
+    """A vote after some requests of its voters, which were sent in the given order."""
 
     def __init__(self, positions: Sequence[str | None], order: Sequence[int]) -> None:
         self._positions = positions
@@ -84,15 +85,13 @@ class Vote:
             self._run(voter, may_ask=True)
 
     def decisions(self) -> list[bool | None]:
-        """Return what each voter has decided; None while it has more requests to make,
-        or waits.
-        """
+        """Return each voter's decision; None while the voter has requests, or waits."""
         return [
             self._run(voter, may_ask=False) for voter in range(len(self._positions))
         ]
 
     def asks(self, voter: int) -> bool:
-        """Let a voter make its next request; return whether it has one."""
+        """Let a voter send its next request; return whether the voter has one."""
         before = len(self._answers[voter])
         self._run(voter, may_ask=True)
         return len(self._answers[voter]) > before
@@ -106,7 +105,7 @@ class Vote:
 
 
 def orders(positions: Sequence[str | None]) -> Iterator[tuple[int, ...]]:
-    """Yield each order of the voters' requests, from none to all of them."""
+    """Yield each order of the voters' requests, from no request to all requests."""
     unseen: list[tuple[int, ...]] = [()]
     while unseen:
         order = unseen.pop()
@@ -138,7 +137,7 @@ def test_members_agree_in_every_order_of_their_requests(
     for order in orders(positions):
         decisions = Vote(positions, order).decisions()
         assert set(decisions) <= {None, is_kept}, order
-        # to the last request: nobody waits for a member that has voted
+        # after the last request, no voter waits for a member that has voted
         is_last = not any(
             Vote(positions, order).asks(voter) for voter in range(len(positions))
         )
@@ -151,7 +150,7 @@ WORLD, EARLY, LATE = [0, 1, 2, 3], [0, 1], [2, 3]
 
 
 class Rank:
-    """One rank of four, with a group of each half of the world beside the world."""
+    """One rank of four, with a group for each half of the world beside the world."""
 
     def __init__(self, folder: str) -> None:
         self.number = own_rank()
@@ -161,7 +160,7 @@ class Rank:
         self.folder, self.store = folder, open_store(folder)
 
     def form(self, generation: int) -> tuple[int, int]:
-        """Return the number of groups that were formed, and of those that were kept."""
+        """Form the groups; return the number of formed groups, and of kept groups."""
         self.groups.form(open_store(self.folder), generation)
         return self.groups.num_formed, self.groups.num_kept
 
@@ -180,8 +179,9 @@ SUMS = [(11.0, 1111.0)] * 2 + [(1100.0, 1111.0)] * 2
 
 
 def lose_rank_0(folder: str) -> list[Any]:
-    """Return each survivor's groups and sums, generation by generation; rank 0 dies at
-    the end of each.
+    """Return a survivor's numbers of groups and its sums, for each generation.
+
+    Rank 0 dies at the end of each generation.
     """
     if own_rank() == 0:
         for generation in (1, 2, 3):
@@ -223,7 +223,7 @@ def test_groups_without_the_lost_rank_go_on(tmp_path: Path) -> None:
 
 
 def stay(groups: ElasticGroups) -> None:
-    """Begin nothing more."""
+    """Begin no further operation."""
 
 
 def wait_for_the_other(groups: ElasticGroups) -> None:
@@ -239,7 +239,7 @@ def wait_for_the_other(groups: ElasticGroups) -> None:
 
 
 def await_nothing(groups: ElasticGroups) -> None:
-    """Do not look, as rank 0, how an operation has ended."""
+    """Complete an operation for whose outcome rank 0 does not wait."""
     work = dist.all_reduce(torch.ones(1), async_op=True)
     assert work is not None
     assert wait_until(work.is_completed) if own_rank() == 0 else work.wait()
@@ -253,7 +253,7 @@ def transfer(groups: ElasticGroups) -> None:
 
 
 def be_refused(groups: ElasticGroups) -> None:
-    """Begin, as rank 0, what gloo does not take."""
+    """Begin, as rank 0, an operation that gloo refuses."""
     if own_rank() == 0:
         assert (
             outcome_of(lambda: dist.all_gather([torch.ones(1)] * 3, torch.ones(1)))
@@ -278,7 +278,7 @@ LAST_ACTS: dict[Callable[[ElasticGroups], None], bool] = {
     be_refused: False,
     lose_the_connection: True,
 }
-"""What two ranks do before their generation ends, and whether they go on with their
+"""Acts of two ranks before their generation ends, and whether the ranks keep their
 group.
 """
 
@@ -286,8 +286,11 @@ group.
 def go_on_after(
     act: Callable[[ElasticGroups], None], folder: str
 ) -> tuple[int, list[str]]:
-    """Return how many groups are kept after an act, and the sums of the next
-    generations.
+    """Act at the end of the first of three generations.
+
+    Returns:
+        The number of groups that the second generation has kept, and the outcomes of a
+        sum in each generation.
     """
     groups, store = open_groups(own_rank(), 2, world=CPU_BACKEND), open_store(folder)
     groups.form(open_store(folder), 1)
@@ -313,15 +316,18 @@ def sum_of_two() -> float:
 def test_a_group_is_kept_if_nothing_is_under_way_in_it(
     tmp_path: Path, act: Callable[[ElasticGroups], None]
 ) -> None:
-    # a connection that was lost while nobody used it is found by its next operation
+    # the next operation finds a connection that was lost while the group was idle
     second = "PeersLostError" if act is lose_the_connection else "got 11.0"
     wanted = int(LAST_ACTS[act]), ["got 11.0", second, "got 11.0"]
     assert run_ranks(2, go_on_after, act, str(tmp_path)) == [wanted] * 2
 
 
 def cut_a_kept_group(folder: str) -> tuple[int, int, float]:
-    """Return how many groups a second and a third generation have kept, and the sum of
-    the third.
+    """Keep a group, and cut the group in the next generation.
+
+    Returns:
+        The number of groups that generations 2 and 3 have kept, and a sum in generation
+        3.
     """
     groups, store = open_groups(own_rank(), 2, world=CPU_BACKEND), open_store(folder)
     groups.form(open_store(folder), 1)
@@ -340,8 +346,11 @@ def test_what_waits_in_a_kept_group_is_cut_off(tmp_path: Path) -> None:
 
 
 def end_before_all_have_voted(folder: str) -> tuple[str, int, float]:
-    """Return how forming ends for a rank whose generation ends meanwhile, and the next
-    generation's groups and sum.
+    """Form groups on rank 0 alone until a cut ends the vote, then on both ranks.
+
+    Returns:
+        The outcome of the forming that was cut, the number of groups that the next
+        generation has kept, and a sum in that generation.
     """
     groups, store = open_groups(own_rank(), 2, world=CPU_BACKEND), open_store(folder)
     groups.form(open_store(folder), 1)
@@ -376,8 +385,11 @@ NUM_GENERATIONS = 20
 
 
 def keep_a_group(folder: str) -> tuple[list[int], tuple[int, int], tuple[int, int]]:
-    """Return the kept groups of each generation, and how many files and threads there
-    were at first and at last.
+    """Keep a group over many generations.
+
+    Returns:
+        The number of kept groups of each generation; then the numbers of open files and
+        of threads, in generation 2 and at the end.
     """
     groups, store = open_groups(own_rank(), 2, world=CPU_BACKEND), open_store(folder)
     client, kept, first = open_store(folder), [], (0, 0)
@@ -388,7 +400,7 @@ def keep_a_group(folder: str) -> tuple[list[int], tuple[int, int], tuple[int, in
         first = first if generation > 2 else count_held()
         meet(store, f"the end of {generation}", 2)
         groups.leave()
-    # threads that have formed groups end by themselves
+    # threads that have formed groups end by themselves, but later
     wait_until(lambda: holds_no_more(count_held(), first))
     return kept, first, count_held()
 

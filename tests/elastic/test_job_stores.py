@@ -1,5 +1,6 @@
-"""The two stores of a job, torch's and the one on etcd: one table of the rules that
-generations need.
+"""The two stores of a job, torch's and etcd's, follow the rules of generations.
+
+One table of operations holds for both stores.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def client_of(etcd: EtcdServer, *before: tuple[str, int]) -> EtcdClient:
 
 @pytest.fixture(scope="module", params=["torch", "etcd"])
 def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
-    """Return a function that opens a part of one store over a connection of its own."""
+    """Return a function that opens a part of one store over a separate connection."""
     if request.param == "torch":
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
@@ -67,7 +68,7 @@ def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
 
 @pytest.fixture
 def part() -> str:
-    """Return the name of a part of the store that no other test has."""
+    """Return the name of a part of the store that no other test uses."""
     return f"part{next(_part)}"
 
 
@@ -161,10 +162,9 @@ def test_a_wait_for_a_key_that_does_not_come_ends(
 def test_a_wait_ends_with_another_connections_write(
     way: str, connect: Connect, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other connection writes the keys one by one, the first while this one waits
-    for it.
-    """
-    monkeypatch.setattr(etcd_store, "_LOOK_AGAIN_S", 2 * WAIT_S)  # it is to be woken
+    """The other connection writes `b`, then `a`, while the first connection waits."""
+    # the write must wake the wait
+    monkeypatch.setattr(etcd_store, "_LOOK_AGAIN_S", 2 * WAIT_S)
     one, other = connect(part), connect(part)
     writing = threading.Thread(
         target=lambda: [other.set(key, key) for key in ("b", "a")]
@@ -182,8 +182,10 @@ def test_a_wait_ends_with_another_connections_write(
 
 
 def test_each_sum_is_seen_by_one_connection_only(connect: Connect, part: str) -> None:
-    """The last rank to arrive begins a generation: two last ones, or none, would be two
-    generations, or none.
+    """The last rank to arrive begins a generation.
+
+    With two last ranks there would be two generations, and with none there would be no
+    generation.
     """
     stores = [connect(part) for _ in range(4)]
     with ThreadPoolExecutor(4) as threads:
@@ -200,12 +202,12 @@ def test_one_connection_wins_a_swap(connect: Connect, part: str) -> None:
     assert seen == {stores[0].get("a")}
 
 
-# On etcd only: a cluster of which members are lost, and requests that are sent again.
+# On etcd only: lost members of a cluster, and requests that are sent again.
 
 
 @pytest.fixture
 def cut(etcd: EtcdServer, stack: ExitStack) -> tuple[EtcdStore, Proxy]:
-    """Return a store that reaches etcd through a network that the test may cut."""
+    """Return a store, and the proxy before etcd, whose connections the test may cut."""
     proxy = Proxy(Address(host="127.0.0.1", port=etcd.port))
     stack.callback(proxy.close)
     client = EtcdClient([("127.0.0.1", proxy.address.port)], "job/lease")
@@ -238,7 +240,10 @@ def test_a_request_whose_answer_was_lost_counts_once(
 def test_a_lost_answer_counts_once_though_others_added_meanwhile(
     etcd: EtcdServer, cut, monkeypatch
 ) -> None:
-    """The second key tells: the number alone has gone on."""
+    """The second key of an addition proves that etcd has carried the addition out.
+
+    The number alone proves nothing, as other additions have changed the number.
+    """
     store, proxy = cut
     with closing(client_of(etcd)) as client:
         other = EtcdStore(client, store._prefix, WAIT_S)
@@ -307,7 +312,7 @@ def test_a_cluster_that_never_answers_is_an_error(
 
 
 def test_all_keys_end_with_the_jobs_lease(etcd: EtcdServer, part: str) -> None:
-    """Two processes find one lease."""
+    """Two clients, as of two processes, find one lease."""
     with ExitStack() as stack:
         to_etcd = [("127.0.0.1", etcd.port)]
         clients = [

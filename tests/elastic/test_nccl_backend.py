@@ -1,5 +1,6 @@
-"""NCCL's way of forming and ending, on a device that is not there: what is asked of
-CUDA, torch and NCCL.
+"""`NcclBackend` calls CUDA, torch and NCCL in the right order, on a fake device.
+
+Only tests marked `gpu` need a device.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ NCCL_SWITCHES = (
 
 
 class FakeEvent:
-    """A point in a stream, reached after some looks."""
+    """A point in a stream, which the device reaches after `looks` queries."""
 
     looks = 0
 
@@ -61,7 +62,7 @@ class FakeEvent:
 
 
 class FakeDevice:
-    """A device that a thread makes its own."""
+    """A context that makes a device the thread's own, and records both in `entered`."""
 
     entered: ClassVar[list[tuple[str, torch.device]]] = []
 
@@ -77,7 +78,7 @@ class FakeDevice:
 @pytest.fixture
 def nccl(monkeypatch: pytest.MonkeyPatch) -> NcclBackend:
     for name in NCCL_SWITCHES:
-        # as torchrun sets some; undone when the test ends
+        # torchrun sets some of the variables; the end of the test restores all of them
         monkeypatch.setenv(name, "1")
     monkeypatch.delenv("NCCL_RUNTIME_CONNECT")
     return nccl_without_cuda(monkeypatch)
@@ -111,7 +112,7 @@ def test_a_watchdog_that_ends_survivors_is_refused(
 
 
 def test_a_point_is_asked_for_with_its_own_device(nccl: NcclBackend) -> None:
-    """A thread that has no device of its own would make a context on the first one."""
+    """A thread without a device of its own would create a context on the first one."""
     FakeDevice.entered.clear()
     mark = nccl.mark()
     assert mark is not None
@@ -153,7 +154,7 @@ class Launched:
 def test_a_failed_operation_aborts_nothing_before_its_generation_has_ended(
     nccl: NcclBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its error is told by the next look at the device."""
+    """The next wait for the device raises the error of the operation."""
     work, backend = Launched(), SimpleNamespace(get_error=lambda: ErrorType.SUCCESS)
     nccl.wait(work)
     assert work.is_awaited
@@ -169,7 +170,7 @@ def test_a_failed_operation_aborts_nothing_before_its_generation_has_ended(
 
 
 class StuckGroup:
-    """A group whose abort takes its time."""
+    """A group whose abort lasts until `may_end` is set."""
 
     def __init__(self) -> None:
         self.aborts = 0
@@ -181,7 +182,7 @@ class StuckGroup:
 
 
 def hold(nccl: NcclBackend, *groups: StuckGroup) -> None:
-    """Let these be the groups of the generation."""
+    """Add groups to the backend's generation."""
     nccl._made.extend(_Made(backend=None, group=group) for group in groups)
 
 
@@ -237,8 +238,10 @@ def test_a_device_that_is_lost_ends_the_process_by_a_signal() -> None:
 
 
 class Bootstrap:
-    """A backend of NCCL whose communicator waits for a peer, unless there is
-    `another_end` to its making.
+    """Stand-in for torch's NCCL backend, whose communicator waits for a peer.
+
+    If `another_end` has a function, making the communicator calls that function
+    instead.
     """
 
     made: ClassVar[list[Bootstrap]] = []
@@ -250,11 +253,11 @@ class Bootstrap:
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
-            # where no cut ends it: the test's own threads do end
+            # so that the threads of a test end even if no cut ends the wait
             server.settimeout(WAIT_S / 6)
             self.listening = True
             try:
-                (self.another_end or [server.accept])[0]()  # NCCL's waits without limit
+                (self.another_end or [server.accept])[0]()  # NCCL waits without limit
             except OSError as error:
                 raise RuntimeError(f"NCCL: accept failed: {error}") from error
 
@@ -306,7 +309,10 @@ def test_a_group_that_is_made_as_its_generation_is_cut_is_aborted(
     forming: Callable[..., Future[Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No handle has it, nor will one."""
+    """The backend aborts the group.
+
+    No handle has the group or will get the group.
+    """
     monkeypatch.setattr(Bootstrap, "another_end", [lambda: nccl.cut(WAIT_S)])
     with pytest.raises(PeersLostError, match="forming process groups"):
         forming(0, 1, dist.HashStore()).result(WAIT_S)
@@ -314,7 +320,7 @@ def test_a_group_that_is_made_as_its_generation_is_cut_is_aborted(
 
 
 class WaitedForStore(dist.HashStore):
-    """Notes at each wait whether a rank is making its communicator."""
+    """A store that records, at each wait, whether a rank makes its communicator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -330,7 +336,7 @@ class WaitedForStore(dist.HashStore):
 def test_ranks_meet_before_they_make_a_communicator(
     forming: Callable[..., Future[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL waits without limit for a rank that died before it came."""
+    """NCCL waits without limit for a rank that has died before its arrival."""
     monkeypatch.setattr(Bootstrap, "another_end", [lambda: None])
     store = WaitedForStore()
     first = forming(0, 2, store)
@@ -343,8 +349,9 @@ def test_ranks_meet_before_they_make_a_communicator(
 def begin_an_operation(
     nccl: NcclBackend, group: StuckGroup, operation: Callable[[], object]
 ) -> threading.Thread:
-    """Begin an operation of a group in a thread that takes its time; return the thread
-    once it is inside.
+    """Begin an operation of a group in a thread, and return the thread.
+
+    Returns once the thread is inside `launching`, where the thread calls `operation`.
     """
     is_inside = threading.Event()
 
@@ -362,8 +369,10 @@ def begin_an_operation(
 def test_no_group_is_aborted_while_a_thread_begins_an_operation(
     nccl: NcclBackend,
 ) -> None:
-    """An abort frees memory that the operation reads. Other groups are aborted: it may
-    wait for their kernels.
+    """An abort frees memory that the operation reads.
+
+    Other groups are aborted at once: the operation may wait for the kernels of these
+    groups.
     """
     group, other, may_end, seen = StuckGroup(), StuckGroup(), threading.Event(), []
     nccl.begin()
@@ -384,7 +393,7 @@ def test_no_group_is_aborted_while_a_thread_begins_an_operation(
 
 
 def cut_an_operation_that_waits_for_its_peer() -> int:
-    """Return how often the group was aborted once the operation has failed."""
+    """Return how often the group is aborted once the operation has failed."""
     nccl, group, failed = (
         nccl_without_cuda(pytest.MonkeyPatch()),
         StuckGroup(),
@@ -415,8 +424,10 @@ def test_an_operation_that_waits_for_its_peer_to_connect_is_ended_by_a_cut() -> 
 def test_connections_are_cut_until_the_last_group_has_been_made(
     nccl: NcclBackend,
 ) -> None:
-    """A thread whose peer is lost gives up, and all is formed for the thread that waits
-    for it.
+    """A thread may still make a group, and open connections, after `formed`.
+
+    The thread that waits for all forming threads calls `formed` once one of these
+    threads gives up because its peer is lost.
     """
     nccl.begin()
     with nccl._making():
@@ -432,7 +443,7 @@ def test_connections_are_cut_until_the_last_group_has_been_made(
 
 
 class GroupedCalls:
-    """NCCL's library, in a thread of which groups of calls are open."""
+    """NCCL's library in a thread that has left two groups of calls open."""
 
     def __init__(self) -> None:
         self.depth, self.is_wrong, self.launches = 2, False, 0
@@ -456,7 +467,7 @@ class GroupedCalls:
 def test_calls_of_a_group_that_was_left_open_are_dropped(
     nccl: NcclBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else later calls of the thread are only collected, and never run."""
+    """Otherwise NCCL only collects later calls of the thread, and never runs them."""
     calls = GroupedCalls()
     monkeypatch.setattr(nccl, "_nccl", calls)
     nccl.discard()

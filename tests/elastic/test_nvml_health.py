@@ -1,6 +1,4 @@
-"""The health command for GPUs: which signs make a GPU sick, and which GPU is a rank's.
-NVML is a stand-in.
-"""
+"""The health command finds sick GPUs, and the GPU of a rank. NVML is a stand-in."""
 
 from __future__ import annotations
 
@@ -23,20 +21,23 @@ from tests.scenarios import ROOT
 
 
 class NVMLError(Exception):
-    """The first of pynvml's errors."""
+    """The base class of pynvml's errors."""
 
 
 class NotSupportedError(NVMLError):
-    """A GPU does not report this."""
+    """A GPU does not report the requested sign."""
 
 
 class NoEventError(NVMLError):
-    """No event came in time."""
+    """No event has come in time."""
 
 
 class StandInNvml(ModuleType):
-    """NVML of one GPU; a sign that is an exception is raised. It notes the sets of
-    events that are open.
+    """Stand-in for NVML with one GPU.
+
+    Attributes:
+        asked: The numbers and names by which the GPU was requested.
+        open: NVML itself, and the set of events, while open.
     """
 
     NVMLError = NVMLError
@@ -56,6 +57,18 @@ class StandInNvml(ModuleType):
         xids: Any = (),
         handle: Any = None,
     ) -> None:
+        """Make the GPU.
+
+        Args:
+            ecc: The number of uncorrected ECC errors; an exception: raised by the
+                request.
+            rows: The counts of remapped rows, as NVML returns them; an exception:
+                raised by the request.
+            xids: The Xids that come; an exception: raised by the registration of
+                events.
+            handle: The handle of the GPU; an exception: raised by the look-up of the
+                GPU.
+        """
         super().__init__("pynvml")
         self.asked: list[Any] = []
         self.open: set[str] = set()
@@ -193,8 +206,9 @@ def test_the_command(
 
 
 def test_without_pynvml_the_command_says_what_to_install(tmp_path) -> None:
-    """As a supervisor runs it; a module that cannot be imported stands for one that is
-    not installed.
+    """The command runs as a supervisor runs the command.
+
+    A module that cannot be imported stands for a module that is not installed.
     """
     (tmp_path / "pynvml.py").write_text("raise ModuleNotFoundError('pynvml')\n")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}

@@ -1,5 +1,6 @@
-"""Groups that outlive generations, on real gloo: what they compute, what ends them, and
-what they leave behind.
+"""Elastic groups compute as gloo does, end at a cut, and leave nothing behind.
+
+The inner groups are real groups of gloo.
 """
 
 from __future__ import annotations
@@ -62,9 +63,7 @@ from tests.waits import WAIT_S
 
 
 def late() -> GlooBackend:
-    """Return a transport whose ranks connect as an operation needs them, in groups of
-    any size.
-    """
+    """Return a transport whose ranks connect on first use, in groups of any size."""
     return GlooBackend(most_connected=1)
 
 
@@ -95,8 +94,12 @@ def open_sockets() -> set[str]:
 
 
 def use_groups_after_a_leave(folder: str) -> tuple[set[str], set[str], bool, bool]:
-    """Return how operations ended, those begun after a leave and those before, and
-    whether groups and sockets went.
+    """Use groups after a leave.
+
+    Returns:
+        The outcomes of operations begun after the leave, and of operations begun
+        before; then whether the inner groups were freed, and whether their sockets were
+        closed.
     """
     gc.collect()
     sockets = open_sockets()
@@ -124,7 +127,7 @@ def use_groups_after_a_leave(folder: str) -> tuple[set[str], set[str], bool, boo
     }
     late = {outcome_of(work.wait) for work in begun if work is not None}
     begun.clear()
-    # errors and the frames that they went through hold each other, and operations
+    # errors and the frames of their tracebacks refer to each other, and to operations
     gc.collect()
     are_forgotten = wait_until(lambda: all(inside() is None for inside in insides))
     are_closed = wait_until(lambda: open_sockets() == sockets)
@@ -141,7 +144,10 @@ def test_after_a_leave_nothing_stale_is_in_use_though_all_live(tmp_path: Path) -
 
 
 def large() -> torch.Tensor:
-    """Return more than the kernel's buffers take: its transfer stays half-way."""
+    """Return a tensor that is larger than the kernel's buffers.
+
+    A transfer of the tensor stays half-way while the peer does not read.
+    """
     return torch.zeros(32 << 20, dtype=torch.uint8)
 
 
@@ -159,11 +165,11 @@ WAITS: dict[str, Callable[[], object]] = {
     "large send": lambda: dist.send(large(), 1),
     "large broadcast": lambda: dist.broadcast(large(), 0),
     "large all_to_all": lambda: dist.all_to_all_single(large(), large()),
-    "large recv": lambda: dist.recv(large(), 1),  # the peer has sent a part of it
+    "large recv": lambda: dist.recv(large(), 1),  # the peer has sent a part
     FORGOTTEN[0]: lambda: dist.recv(torch.zeros(1), 1),
     FORGOTTEN[1]: lambda: dist.all_reduce(torch.zeros(1)),
 }
-"""What rank 0 waits in for rank 1, which stands still."""
+"""Operations in which rank 0 waits for rank 1, which is stopped."""
 
 
 def release(
@@ -172,18 +178,18 @@ def release(
     released: threading.Event,
     name: str,
 ) -> None:
-    """Be the thread that watches the generation: it ends as soon as rank 0 waits."""
+    """Act as the thread that watches a generation, which ends once rank 0 waits."""
     waiting.wait(WAIT_S)
     while not released.wait(0.01):
         if name not in FORGOTTEN:
             groups.cut()
-        # which gloo forgets now and then
+        # now and then gloo loses such an operation, and never completes the operation
         if name in FORGOTTEN or name.startswith("large"):
             groups.abandon()
 
 
 def wait_for_a_stopped_peer(folder: str) -> dict[str, str]:
-    """Return, as rank 0, how each wait ended."""
+    """Return, on rank 0, the outcome of each wait."""
     waiting, changes = threading.Event(), []
 
     def on_wait(is_waiting: bool) -> None:
@@ -226,9 +232,7 @@ def test_an_operation_that_waits_for_a_stopped_peer_is_released(tmp_path: Path) 
 
 
 class LateWork:
-    """An operation whose peer begins it once waits for it have timed out `NUM_SLICES`
-    times.
-    """
+    """An operation that its peer begins after `NUM_SLICES` waits have timed out."""
 
     def __init__(
         self, work: Any, begin_on_peer: Callable[[], object], timeouts: list[str]
@@ -256,8 +260,12 @@ NUM_SLICES = 3
 
 
 class LateTransport(GlooBackend):
-    """gloo whose operations wait for a peer that is late, once `begin_on_peer` says how
-    that begins.
+    """gloo whose operations wait for a late peer.
+
+    Attributes:
+        begin_on_peer: Lets the peer begin an operation; None: operations do not wait
+            for a late peer.
+        timeouts: The errors of waits that have timed out.
     """
 
     def __init__(self) -> None:
@@ -303,8 +311,11 @@ ENDS_AT_THE_LAST = ("reduce", "gather", "gather_object")
 
 
 def call_with_a_late_peer(folder: str) -> dict[str, tuple[Any, bool]]:
-    """Return what each collective gives, and whether a wait for it has timed out
-    several times.
+    """Call each collective with a late peer.
+
+    Returns:
+        The result of each collective, and whether waits for the collective have timed
+        out several times.
     """
     transport = LateTransport()
     groups, store = open_groups(own_rank(), 2, transport=transport), open_store(folder)
@@ -322,7 +333,7 @@ def call_with_a_late_peer(folder: str) -> dict[str, tuple[Any, bool]]:
         result = plain(call(dist.group.WORLD, [0, 1]))
         found[name] = (result, len(transport.timeouts) >= NUM_SLICES)
         if transport.begin_on_peer is not None:
-            # an operation that needs no peer has ended without
+            # an operation that needs no peer has ended without this call
             transport.begin_on_peer()
         transport.begin_on_peer = None
         meet(store, f"{name}/end", 2)
@@ -338,15 +349,13 @@ def call_in_time() -> dict[str, Any]:
 
 WAIT_WITH_A_HELPER = {
     *("send", "send_around"),  # a timeout closes the connection
-    # takes none
+    # a reduce-scatter takes no timeout
     *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_coalesced"),
 }
 
 
 def test_collectives_with_a_late_peer_survive_slices_of_a_wait(tmp_path: Path) -> None:
-    """In processes: only gloo itself can say which of its operations go on after a
-    timeout.
-    """
+    """In processes: only gloo itself shows which operations survive a timeout."""
     wanted = run_ranks(2, call_in_time)
     found = run_ranks(2, call_with_a_late_peer, str(tmp_path))
     for rank in range(2):
@@ -358,7 +367,7 @@ def test_collectives_with_a_late_peer_survive_slices_of_a_wait(tmp_path: Path) -
 
 
 class Forgotten:
-    """An operation that gloo has forgotten: it ends when the test does."""
+    """An operation that gloo never completes; the operation ends with the test."""
 
     def __init__(self) -> None:
         self.end = threading.Event()
@@ -368,7 +377,7 @@ class Forgotten:
 
 
 class Remembering:
-    """A group whose transfers are these."""
+    """A group whose transfers are the given operations, in turn."""
 
     def __init__(self, *transfers: Forgotten) -> None:
         self._transfers = iter(transfers)
@@ -399,7 +408,12 @@ def test_an_abandoned_operation_keeps_no_later_one_waiting() -> None:
 
 
 def form_without_the_last(folder: str) -> tuple[str, Any]:
-    """Return how forming ended on ranks that came, and what all have after the next."""
+    """Form groups without rank 2, then with all ranks.
+
+    Returns:
+        The outcome of the first forming, and a sum over all ranks in the next
+        generation.
+    """
     groups = open_groups(own_rank(), 3, form_s=1.5)
     make_groups(CPU_BACKEND)
     store, outcome = open_store(folder), "did not come"
@@ -424,7 +438,7 @@ def test_forming_ends_where_a_rank_does_not_come_and_all_can_form_anew(
 
 
 def form_until_cut() -> str:
-    """Form with a peer that never comes, and be cut once all is said that can be."""
+    """Form with a peer that never comes; a cut follows the first key in the store."""
     client = dist.HashStore()
     groups = open_groups(0, 2)
     threading.Thread(
@@ -440,8 +454,10 @@ def test_forming_is_released_by_a_cut() -> None:
 def outlive_a_peer_that_has_not_connected(
     folder: str, operation: Callable[[], object]
 ) -> tuple[str, Any]:
-    """Return how an operation ends whose peer has died before, and what the next
-    generation gives.
+    """Begin an operation, as rank 0, after the peer has died without a connection.
+
+    Returns:
+        The outcome of the operation, and a sum in the next generation.
     """
     store, waiting, outcome = open_store(folder), threading.Event(), "was not there"
     dies = own_rank() == 1 and os.fork() == 0
@@ -480,8 +496,9 @@ def receive_from_last() -> None:
 def test_an_operation_ends_whose_peer_has_died_before_they_connected(
     operation: Callable[[], object], tmp_path: Path
 ) -> None:
-    """gloo tries to connect for long, a transfer as it begins: there is no socket whose
-    end would end the operation.
+    """gloo tries to connect for a long time, in a transfer even as the transfer begins.
+
+    No socket exists whose shutdown could end the operation.
     """
     first, second = run_ranks(
         2, outlive_a_peer_that_has_not_connected, str(tmp_path), operation
@@ -491,14 +508,16 @@ def test_an_operation_ends_whose_peer_has_died_before_they_connected(
 
 
 NUM_ROLES = 6
-"""Generations in which each rank is, by chance, the one that connects or the one that
-waits for it.
+"""Number of generations. In each, chance decides which rank connects and which rank
+waits for the connection.
 """
 
 
 def receive_from_an_idle_peer(folder: str) -> list[str]:
-    """Return how transfers end that a cut reaches before their peer has begun any,
-    generation by generation.
+    """Receive, as rank 0, from a peer that begins no transfer, until a cut.
+
+    Returns:
+        The outcome in each generation.
     """
     waiting, outcomes = threading.Event(), []
     groups = open_groups(
@@ -530,8 +549,12 @@ def test_a_transfer_that_waits_for_its_peer_to_connect_is_released_by_a_cut(
 
 
 def wait_for_a_peer_that_cuts(folder: str) -> str:
-    """Return how an operation ends once the other rank, which is not in it, has cut its
-    groups.
+    """Wait in a barrier, as rank 0, while rank 1 cuts its groups.
+
+    Rank 1 does not enter the barrier.
+
+    Returns:
+        The outcome of the barrier; `cut` on rank 1.
     """
     groups, store = open_groups(own_rank(), 2, transport=late()), open_store(folder)
     groups.form(open_store(folder), 1)
@@ -559,8 +582,10 @@ NUM_DEATHS = 10
 
 
 def outlive_peers(folder: str) -> list[tuple[int, int]]:
-    """Return, as rank 0, how many files and threads there were after each death of rank
-    1, and at last.
+    """Survive many deaths of rank 1, as rank 0.
+
+    Returns:
+        The numbers of open files and of threads, after each death and at the end.
     """
     if own_rank() == 1:
         for generation in range(1, 1 + NUM_DEATHS):
@@ -571,7 +596,7 @@ def outlive_peers(folder: str) -> list[tuple[int, int]]:
                 )
             os.waitpid(pid, 0)
         return []
-    # as long as gloo may keep what it has forgotten
+    # gloo keeps operations that it never completes for `operation_s`
     groups = open_groups(0, 2, operation_s=5.0)
     dist.new_group([0, 1], backend=CPU_BACKEND)
     client, store, counts = open_store(folder), open_store(folder), []
@@ -591,7 +616,7 @@ def outlive_peers(folder: str) -> list[tuple[int, int]]:
             )
         )
         counts.append(count_held())
-    # gloo's own thread closes the last sockets, when it gets a CPU
+    # gloo's own thread closes the last sockets once that thread gets a CPU
     wait_until(lambda: holds_no_more(count_held(), counts[1]))
     return [*counts, count_held()]
 
@@ -626,7 +651,7 @@ def test_operations_that_were_cut_do_not_settle() -> None:
 
 
 def lose_ranks_inside_coalesced_collectives(folder: str) -> tuple[str, Any]:
-    """Return how the collectives ended, and the next generation's first sum."""
+    """Return the outcome of coalesced collectives, and a sum in the next generation."""
     groups = open_groups(own_rank(), 2)
 
     def reduce_coalesced() -> None:
@@ -651,8 +676,11 @@ def test_a_loss_inside_coalesced_collectives_leaves_nothing_to_later_ones(
 
 
 def wait_in_two_threads(folder: str) -> tuple[set[int], bool, int]:
-    """Return which threads told that they wait, what was told last while both did, and
-    the training thread.
+    """Wait for the other rank in two threads.
+
+    Returns:
+        The threads that have reported waits, the last report while both threads waited,
+        and the training thread.
     """
     told: list[tuple[int, bool]] = []
     groups = open_groups(
@@ -688,8 +716,9 @@ def test_only_the_thread_that_trains_tells_that_it_waits(tmp_path: Path) -> None
 
 
 def wait_in_backward(folder: str) -> list[bool]:
-    """Return what a rank told while a gradient waited for the other rank, in a thread
-    that is not the training one.
+    """Return a rank's reports while a gradient waits for the other rank.
+
+    Another thread than the training thread computes the gradient.
     """
     told: list[bool] = []
     groups = open_groups(own_rank(), 2, on_wait=told.append)
@@ -697,7 +726,7 @@ def wait_in_backward(folder: str) -> list[bool]:
     told.clear()
     weight = torch.ones(1, requires_grad=True)
     weight.register_hook(lambda gradient: dist.barrier() or gradient)
-    # as autograd does it for a device
+    # autograd, too, has another thread for the backward pass of a device
     thread = threading.Thread(target=lambda: (weight * 2.0).sum().backward())
     thread.start()
     thread.join()
@@ -711,7 +740,7 @@ def test_a_wait_in_the_backward_of_a_device_is_told(tmp_path: Path) -> None:
 
 
 class CountingTransport(GlooBackend):
-    """gloo that counts the groups it makes."""
+    """gloo that counts the groups that were made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -731,11 +760,14 @@ class CountingTransport(GlooBackend):
 
 
 def form_megatrons_groups(folder: str) -> tuple[int, int, list[float]]:
-    """Return the number of groups with more than one rank, of inner groups, and what
-    two that share one compute.
+    """Form Megatron's groups, and compute sums in two groups that share an inner group.
 
-    Of these two, each rank has begun the operations in the same order and waits for
-    them in the other.
+    Each rank begins the two sums in the same order, and waits for the sums in the
+    reverse order.
+
+    Returns:
+        The number of groups with more than one rank, the number of inner groups made,
+        and the two sums.
     """
     transport = CountingTransport()
     groups = ElasticGroups(transport, PATIENT, lambda waiting: None)
@@ -776,14 +808,17 @@ def test_groups_of_the_same_members_share_one_inner_group(tmp_path: Path) -> Non
     for rank, (num_groups, num_made, totals) in enumerate(
         run_ranks(4, form_megatrons_groups, str(tmp_path))
     ):
-        # the second generation goes on with those of the first
+        # the second generation keeps the groups of the first
         assert (num_groups, num_made) == (12, 3)
         assert totals == ([3.0, 30.0] if rank < 2 else [7.0, 70.0])
 
 
 def form_beside_threads_that_are_late() -> tuple[str, set[int], int]:
-    """Return how forming ended, how many groups its threads made, and how many are in
-    the next generation.
+    """Form groups in threads that are late, then in the next generation.
+
+    Returns:
+        The outcome of the first forming, the numbers of groups that its threads have
+        made, and the number of groups in the next generation.
     """
     transport = HeldTransport()
     groups = open_groups(0, 8, form_s=0.02, transport=transport)

@@ -1,4 +1,4 @@
-"""The store in which groups meet: what it waits for, and what ends that."""
+"""A wait in a `PollingStore` ends with its keys, its deadline or its generation."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Servers outside of a job find it by its store or run folder, and take numbers that no
-other server has.
-"""
+"""Servers find a job by its store or its run folder, and each number has one server."""
 
 from __future__ import annotations
 
@@ -124,8 +122,10 @@ def test_a_killed_server_leaves_no_states_in_memory(
 
 
 class LoneRank:
-    """The only rank of a job. Each operation ends with the page as those of
-    `ElasticGroups` leave it.
+    """The only rank of a job.
+
+    Each operation records the beginning and the end of a wait, like operations of
+    `ElasticGroups`.
     """
 
     rank, size = 0, 1
@@ -146,8 +146,9 @@ class LoneRank:
 def test_a_rank_that_waits_for_servers_counts_as_waiting(
     tmp_path: Path, has_begun: bool
 ) -> None:
-    """Its supervisor would kill it as hung. No server comes, neither as the job begins
-    nor in place of a lost one.
+    """Otherwise the rank's supervisor would kill the rank as hung.
+
+    No server comes, neither as the job begins nor in place of a lost server.
     """
     page = StatusPage(tmp_path / "page")
     store = NotingStore(page)

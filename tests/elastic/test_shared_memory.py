@@ -1,5 +1,7 @@
-"""A node's folder in shared memory: there as long as the agent that started the ranks,
-found again by those after.
+"""A node's folder in shared memory lasts as long as its agent, and is found again.
+
+The agent is the process that started the ranks. Ranks that the agent starts later find
+the folder again.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from tests.ranks import rank_store, run_ranks
 from tests.waits import WAIT_S
 
 STRANGER = 54321
-"""Another user's number."""
+"""The user ID of another user."""
 
 
 def live_on(connection: Connection) -> None:
@@ -43,22 +45,24 @@ def live_on(connection: Connection) -> None:
 
 @pytest.fixture
 def start_agent(start: Callable[..., Child]) -> Callable[[], Child]:
-    """Return what starts a process that does nothing but live; the janitors of its
-    folders go with it.
+    """Return a function that starts an agent, a process that only lives.
+
+    The janitors of the agent's folders end with the agent.
     """
     return lambda: start(live_on)
 
 
 def open_as_supervisors(base: str, agent_pid: int) -> str:
-    """Be two supervisors of a node, one after the other."""
+    """Act as two supervisors of a node, one after the other."""
     first, second = (str(open_memory_root(Path(base), agent_pid)) for _ in range(2))
     assert first == second
     return first
 
 
 def memory_root_of(base: Path, agent: Child) -> Path:
-    """Return the folder that supervisors of an agent have opened; they are gone, only
-    its janitor is there.
+    """Return the folder that supervisors of an agent have opened.
+
+    The supervisors have ended, and only the folder's janitor lives.
     """
     [root] = run_ranks(1, open_as_supervisors, str(base), agent.pid)
     return Path(root)
@@ -90,8 +94,9 @@ def test_a_folder_goes_with_its_agent_and_not_before(
 
 
 def open_and_die(output: Connection, base: str, agent_pid: int) -> None:
-    """Be a supervisor whose output another process reads, killed with all its process
-    group as torchrun does.
+    """Act as a supervisor whose output another process reads.
+
+    SIGKILL to the whole process group ends the supervisor, as from torchrun.
     """
     os.setpgid(0, 0)
     os.dup2(output.fileno(), 1)
@@ -116,7 +121,7 @@ def test_a_janitor_outlives_its_supervisors_group_and_keeps_no_output_open(
 
 
 def keep_on(connection: Connection, base: str, agent_pid: int) -> None:
-    """Be a supervisor whose daemon outlives the agent and makes its folder again."""
+    """Act as a supervisor whose daemon outlives the agent and recreates the folder."""
     root = open_memory_root(Path(base), agent_pid)
     connection.send(root)
     wait_until_gone(root)
@@ -144,8 +149,9 @@ def test_a_folder_that_a_daemon_makes_after_its_agents_end_goes_with_it(
 def test_a_janitor_outlives_a_signal_to_all_processes_of_a_job(
     tmp_path: Path, start, start_agent, number: signal.Signals
 ) -> None:
-    """As Slurm and systemd send it: the agent ends by it, and somebody has to empty the
-    memory.
+    """Slurm and systemd send such a signal to all processes of a job.
+
+    The agent ends by the signal, and the memory must be freed all the same.
     """
     agent = start_agent()
     supervisor = start(supervise, str(tmp_path), agent.pid, 1000.0)
@@ -199,7 +205,7 @@ def test_folders_of_agents_that_are_gone_are_removed_and_no_others(
 
 
 def lock(connection: Connection, path: Path) -> None:
-    """Be a process of a container: have something there locked."""
+    """Act as a process of a container that has a file or folder locked."""
     fd = os.open(path, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_SH)
     connection.send("locked")
@@ -214,7 +220,7 @@ def lock(connection: Connection, path: Path) -> None:
 def test_the_folder_of_another_container_stays_while_a_process_has_it_locked(
     tmp_path: Path, start, start_agent, locked: str
 ) -> None:
-    """Its pids mean nothing here."""
+    """The pids of another container mean nothing in this PID namespace."""
     root = make_left(tmp_path, f"1-5-{pid_namespace() + 1}")
     (root / "janitor").touch()
     process = start(lock, root / locked)
@@ -235,11 +241,11 @@ def test_the_folder_of_another_user_stays(tmp_path: Path, start_agent) -> None:
     assert (root / "rank0000").exists()
 
 
-# Another user cannot put a folder, or anything else, in place of the job's.
+# Another user cannot put anything in place of the job's folder.
 
 
 def open_planted(base: str, agent_pid: int) -> str:
-    """Be a supervisor; return its error."""
+    """Act as a supervisor; return the error, or an empty text without an error."""
     try:
         open_memory_root(Path(base), agent_pid)
     except ConfigError as error:
@@ -283,8 +289,8 @@ def test_what_is_planted_in_place_of_the_folder_is_not_used(
     assert not path.is_dir() or path.is_symlink() or not list(path.iterdir())
 
 
-# The last supervisor of a node removes its memory, also where a janitor ends before it
-# can.
+# The last supervisor of a node removes the node's memory, also if a janitor ends before
+# the janitor has removed the memory.
 
 W, F, G = Ended.WELL, Ended.FOR_GOOD, Ended.TO_GO_ON
 
@@ -325,17 +331,21 @@ def test_a_rank_that_is_started_again_has_not_ended(tmp_path: Path) -> None:
     assert root.exists(), "rank 0 uses it"
     end_rank(root, 0, range(2), Ended.WELL)
     assert not root.exists()
-    end_rank(root, 0, range(2), Ended.WELL)  # another process may have removed it
+    # another process may have removed the folder
+    end_rank(root, 0, range(2), Ended.WELL)
     assert not root.exists()
 
 
-# A process that a signal has stopped is let go on by another.
+# Another process sends SIGCONT to a process that a signal has stopped.
 
 
 def supervise(
     connection: Connection, base: str, agent_pid: int, patience_s: float
 ) -> None:
-    """Be a supervisor that ends with its agent, and says when it was stopped."""
+    """Act as a supervisor that ends with its agent.
+
+    The supervisor sends the pid of its janitor, and then a message at each SIGCONT.
+    """
     root = open_memory_root(Path(base), agent_pid, patience_s=patience_s)
     begin_rank(root, 0)
     signal.signal(signal.SIGCONT, lambda *_: connection.send("goes on"))
@@ -405,12 +415,15 @@ def test_a_janitor_that_was_stopped_is_let_go_on_by_the_next_job(
     wait_until_gone(left)
 
 
-# Jobs in PID namespaces of their own, as containers have them: the agent's end kills
-# the janitor.
+# Jobs in separate PID namespaces, as containers have: the agent's end kills the
+# janitor.
 
 
 def train_in_container(base: Path, end: Ended | None) -> None:
-    """Be an agent, whose two supervisors end in a way; None: they are killed."""
+    """Act as an agent whose two supervisors end in a given way.
+
+    With None, the supervisors record no end, as if they were killed.
+    """
 
     def supervise(agent_pid: int, rank: int) -> None:
         memory = begin_rank(open_memory_root(base, agent_pid), rank)
@@ -433,9 +446,9 @@ def train_in_container(base: Path, end: Ended | None) -> None:
 def be_containers(
     connection: Connection, base: Path, ends: Sequence[Ended | None]
 ) -> None:
-    """Run a container for each end, and send what each leaves."""
+    """Run a container for each end; send the number of folders after each container."""
     for end in ends:
-        child = os.fork()  # a process can make one namespace only
+        child = os.fork()  # a process can make only one namespace
         if child == 0:
             os._exit(be_first_process(lambda: train_in_container(base, end)))  # noqa: B023
         assert os.waitpid(child, 0)[1] == 0
@@ -446,7 +459,7 @@ def be_containers(
 def test_ten_jobs_in_containers_leave_nothing(
     tmp_path: Path, start: Callable[..., Child]
 ) -> None:
-    """Real namespaces: only the kernel ends a janitor with its container."""
+    """Needs real namespaces: only the kernel ends a janitor with its container."""
     ends = [W, F, None, G, None] * 2 + [W]
     containers = start(be_containers, tmp_path, ends)
     assert [containers.hear() for _ in ends] == [end in (None, G) for end in ends]
@@ -465,10 +478,10 @@ def test_a_base_that_is_no_folder_that_can_be_written_is_named(
         open_memory_root(tmp_path / base, os.getpid())
 
 
-# What earlier ranks left is taken over, whatever numbers torchrun has given the nodes.
+# Ranks take over the data of earlier ranks, however torchrun has numbered the nodes.
 
 Memory = dict[str, str]
-"""Whose blobs lie where: contents by path."""
+"""Contents of blobs, by the path of the blob's folder."""
 
 OWN = {"rank0000/own": "0", "rank0001/own": "1"}
 
@@ -547,7 +560,7 @@ def test_what_earlier_ranks_left_is_found_under_todays_numbers(
     tmp_path: Path, before: Memory, ranks: range, after: Memory
 ) -> None:
     fill(tmp_path, before)
-    for _ in range(2):  # supervisors that are started anew do it again
+    for _ in range(2):  # restarted supervisors take over again
         take_over(tmp_path, ranks)
         assert content_of(tmp_path) == after
 
@@ -571,7 +584,7 @@ def test_memory_is_taken_over_once_even_if_a_rank_drops_its_own(tmp_path: Path) 
 
 
 def start_as_supervisor(root: str) -> None:
-    """Be one of the supervisors of a node: take over, then let a worker publish."""
+    """Act as a supervisor of a node: take over, then publish as a quick worker does."""
     rank, store = int(os.environ["RANK"]), rank_store()
     store.add("ready", 1)
     while store.add("ready", 0) < 4:

@@ -1,5 +1,6 @@
-"""A place is sick by too many deaths of one rank in a time, or by the word of a health
-command.
+"""A place is sick after too many deaths of a rank, or if the health command fails.
+
+Deaths count within a length of time.
 """
 
 from __future__ import annotations

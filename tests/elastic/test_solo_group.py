@@ -1,5 +1,6 @@
-"""A process that is alone in its groups: one contribution to everything, and no
-exchange that needs others'.
+"""A rank that is alone in its groups has one contribution to every collective.
+
+Exchanges that need data of other ranks fail.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ ALONE: dict[str, Any] = {
     "gather": [[1.0, 2.0]] * SIZE,
     "gather_object": [{"rank": 0}] * SIZE,
 }
-"""What rank 0 of three has of each collective, itself the root where there is one; the
-rest needs others.
+"""Results of collectives on rank 0 of three ranks. Rank 0 is the root of collectives
+that have a root. All other collectives need other ranks.
 """
 
 
 def use(group: Any, ranks: Sequence[int], *, sends: bool = True) -> dict[str, Any]:
-    """Return what each collective gives, or the type of its error."""
+    """Return each collective's result, or the type of its error."""
     results = {}
     for call in COLLECTIVES:
         if sends or "send" not in call.__name__:
@@ -69,7 +70,7 @@ def one_with_gloo() -> dict[str, Any]:
 
 
 def one_over_a_generation(folder: str) -> list[dict[str, Any]]:
-    """Return what a group of one rank gives before, in and after a generation."""
+    """Return the results of a group of one rank before, in and after a generation."""
     groups = open_groups(0, 1)
     group = dist.new_group([0], backend=CPU_BACKEND)
     results = [use(group, [0], sends=False)]

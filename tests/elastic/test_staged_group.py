@@ -1,5 +1,6 @@
-"""gloo by way of host memory: the same results as gloo's, and no write to a tensor but
-by the thread that waits.
+"""Staged groups compute as gloo does, and only the waiting thread writes to tensors.
+
+A staged group is gloo through host memory.
 """
 
 from __future__ import annotations
@@ -60,8 +61,9 @@ def test_staged_is_a_backend_of_torch(device: str) -> None:
 
 
 def write_into_views() -> tuple[list[float], list[float]]:
-    """Return what a sharded optimizer's buffers hold: a rank's shard is a view of the
-    buffer that it comes from.
+    """Return the gradients and weights in the buffers of a sharded optimizer.
+
+    A rank's shard is a view of the buffer that is the source of the shard.
     """
     register_staged()
     dist.init_process_group(STAGED, store=rank_store(), rank=own_rank(), world_size=2)
@@ -83,10 +85,11 @@ def test_a_result_that_is_a_view_of_its_source_is_kept() -> None:
 def wait_after_a_leave(
     folder: str,
 ) -> tuple[list[float], list[float], str, list[float]]:
-    """Return a tensor before and after a wait, and how the wait for an operation of an
-    ended generation ends.
+    """Wait for one operation in its generation, and for another one after a leave.
 
-    And the tensor of that operation.
+    Returns:
+        The first operation's tensor before and after the wait, the outcome of the
+        second wait, and the second operation's tensor.
     """
     groups = open_groups(own_rank(), 2, transport=staged_backend(CPU))
     groups.form(open_store(folder), 1)

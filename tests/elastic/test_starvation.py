@@ -1,5 +1,6 @@
-"""A starved process is not a dead one: only time in which it could have run counts
-against it.
+"""Only time in which a process could have run counts toward its silence.
+
+A starved process does not count as dead.
 """
 
 from __future__ import annotations
@@ -34,9 +35,7 @@ def reading(
 
 
 class Process:
-    """A process whose threads have these readings; `looks` counts how often it was
-    read.
-    """
+    """A process with two threads; `looks` counts the readings of the threads."""
 
     def __init__(self) -> None:
         self.main = reading(5.0, 1.0)
@@ -48,8 +47,15 @@ class Process:
 
 
 def silent_for(process: Process, waited_s: float, until_s: float) -> float:
-    """Return when a process, silent since 100, counts as dead if it waits for CPUs for
-    this share of the time.
+    """Return after how many seconds of silence a process counts as dead.
+
+    Args:
+        process: The process, silent since second 100.
+        waited_s: Seconds in which the process waits for a CPU, in each second.
+        until_s: Seconds after which the search ends.
+
+    Returns:
+        Seconds; infinity if the process does not count as dead by then.
     """
     silence, step_s = Silence(LIMIT_S, process.read), 0.05
     now_s = 100.0
@@ -68,7 +74,7 @@ def test_a_process_that_could_have_run_is_dead_after_the_limit() -> None:
 
 
 def test_time_in_the_run_queue_does_not_count() -> None:
-    """Of each second after the first look, a quarter counts."""
+    """At a wait of 0.75, a quarter of each second after the first look counts."""
     assert silent_for(Process(), 0.75, 10.0) == pytest.approx(
         0.25 + 0.75 / 0.25, abs=0.3
     )
@@ -98,7 +104,7 @@ def test_a_wait_before_the_silence_is_no_excuse() -> None:
     process = Process()
     silence = Silence(LIMIT_S, process.read)
     assert not silence.exceeds_limit(100.0, 100.3)
-    # the kernel adds a wait of a minute, of which the silence had a third of a second
+    # the kernel adds a wait of a minute, of which 0.35 seconds lie in the silence
     process.main = reading(5.0, 61.0)
     assert not silence.exceeds_limit(100.0, 100.35)
     assert not any(
@@ -122,9 +128,7 @@ def test_a_sign_of_life_ends_the_account() -> None:
 
 
 def test_time_in_which_nothing_was_looked_at_does_not_count() -> None:
-    """A supervisor can be starved with its worker, and be the first of them to run
-    again.
-    """
+    """A supervisor can be starved with its worker, and run again before its worker."""
     silence = Silence(LIMIT_S, Process().read)
     assert not silence.exceeds_limit(100.0, 100.1)
     assert not silence.exceeds_limit(100.0, 106.0), "the worker had no chance yet"
@@ -175,7 +179,7 @@ def busy_loops(count: int) -> Iterator[None]:
         yield
 
 
-@pytest.mark.full  # half a minute of a loaded machine
+@pytest.mark.full  # loads the machine for half a minute
 @pytest.mark.parametrize(
     ("is_stopped", "is_dead"),
     [(False, False), (True, True)],
@@ -184,9 +188,7 @@ def busy_loops(count: int) -> Iterator[None]:
 def test_under_eight_busy_loops_only_a_stopped_process_is_dead(
     is_stopped: bool, is_dead: bool
 ) -> None:
-    """The process is at the lowest priority, so that it waits for seconds, and never
-    rests.
-    """
+    """The process has the lowest priority, to wait for seconds, and never rests."""
     with (
         busy_loops(8),
         subprocess.Popen(

@@ -1,5 +1,6 @@
-"""The page: what one process writes another reads, also after its death, and orders
-strike where they were told to.
+"""Processes share a status page, even after a death, and orders strike as ordered.
+
+An order strikes at the phase, the iteration and the entry that the order names.
 """
 
 from __future__ import annotations
@@ -37,9 +38,7 @@ TWO_MICRO_BATCHES = [
 
 @pytest.fixture
 def caught() -> list[int]:
-    """Return the list to which the page adds signals instead of sending them to this
-    process.
-    """
+    """Return the list to which the page adds signals. This process gets no signal."""
     return []
 
 
@@ -51,7 +50,7 @@ def page(tmp_path: Path, caught: list[int]) -> StatusPage:
 
 
 def strikes(page: StatusPage, caught: list[int], steps: list[Step]) -> list[int]:
-    """Go through these steps; return those, by position, at which a signal came."""
+    """Go through steps; return the positions of the steps at which a signal came."""
     found: list[int] = []
     for position, (phase, iteration) in enumerate(steps):
         caught.clear()
@@ -225,7 +224,7 @@ def test_a_lack_of_room_for_a_page_is_an_error(
 
 
 def test_a_save_is_no_hang_until_it_has_ended(page: StatusPage) -> None:
-    """Its collectives begin and end to wait, and storage is slow between them."""
+    """Collectives of a save begin and end waits, and storage is slow between them."""
     with page.saving():
         page.wait(True)
         page.wait(False)

@@ -1,5 +1,6 @@
-"""The ranks of a job that is being stopped find what all of them have saved, without
-waiting for each other.
+"""Ranks of a stopping job find the newest iteration that all ranks have saved.
+
+No rank waits for another rank.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from moe_ckpt.elastic.stop_board import StopBoard
 @pytest.fixture
 def board() -> StopBoard:
     store = dist.HashStore()
-    # for a board that asks for what is not there
+    # limits the wait for a key that is not there
     store.set_timeout(timedelta(seconds=1))
     return StopBoard(store, 3)
 

@@ -1,5 +1,6 @@
-"""Supervisors as real processes: workers are replaced, given up, or killed for hanging,
-and end with theirs.
+"""Supervisors replace, give up or kill workers, and no worker outlives its supervisor.
+
+The supervisors and workers are real processes.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def supervisor_main(
     hooks: SupervisorHooks | None = None,
     kind: Callable[[dist.Store], Generations] = Generations,
 ) -> None:
-    """Supervise the only rank of a job; supervisor and workers write to a file."""
+    """Supervise the only rank of a job; all processes write stderr to file `said`."""
     fd = os.open(Path(folder) / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(fd, sys.stderr.fileno())
     page, generations = StatusPage(Path(folder) / "page"), kind(open_store(folder))
@@ -72,8 +73,9 @@ def supervisor_main(
 
 
 def train(incarnation: int, page: StatusPage, connection: Connection) -> int:
-    """Do with the page what the test tells, and nothing else; end with the status that
-    one of these acts returns.
+    """Act as a worker: carry out the acts that the test sends, on the status page.
+
+    The worker ends with the first exit status that an act returns.
     """
     start_heartbeat(page)
     connection.send((incarnation, os.getpid(), os.getppid()))
@@ -105,7 +107,7 @@ def fail(page: StatusPage) -> None:
 
 
 class Guarded(Child):
-    """A supervisor, and the hand on its workers, which talk on its connection."""
+    """A supervisor, and control over its workers, which use the same connection."""
 
     def __init__(
         self,
@@ -127,7 +129,7 @@ class Guarded(Child):
         self.worker = Watch(self.stack, self.worker_pid)
 
     def do(self, act: Act) -> None:
-        """Let the worker do something; wait until it has."""
+        """Let the worker carry out an act, and wait for the end of the act."""
         self.tell(act)
         assert self.hear() == "done"
 
@@ -139,7 +141,7 @@ class Guarded(Child):
 
     @property
     def has_no_successor(self) -> bool:
-        """Whether, now that the supervisor has ended, no other worker had begun."""
+        """Whether no other worker has begun. Call once the supervisor has ended."""
         try:
             return not self.connection.recv()
         except EOFError:
@@ -148,7 +150,10 @@ class Guarded(Child):
 
 @pytest.fixture
 def supervised(stack: ExitStack, tmp_path: Path) -> Callable[..., Guarded]:
-    """Start a supervisor with these limits, else those that no test reaches."""
+    """Return a function that starts a supervisor with the given limits.
+
+    All other limits are those of PATIENT.
+    """
 
     def start(
         main: Callable[..., None] = supervisor_main,
@@ -290,8 +295,9 @@ def test_a_place_that_is_well_is_left_by_no_end_of_a_job(supervised) -> None:
 def test_no_worker_is_started_where_the_health_command_fails(
     supervised, tmp_path: Path
 ) -> None:
-    """The job saves, as at any error that ends it; while the place is well, the command
-    lets replacements begin.
+    """The job saves, as at any error that ends a job.
+
+    While the place is healthy, the command lets replacements begin.
     """
     sick = tmp_path / "is_sick"
     rank = supervised(
@@ -321,7 +327,8 @@ def test_progress_lets_the_count_of_deaths_begin_anew(supervised) -> None:
         rank.do(methodcaller("enter", Phase.STEP, iteration))
         rank.kill_worker()
         rank.meet_worker()
-    rank.do(methodcaller("enter", Phase.STEP, 4))  # what was done before is no progress
+    # a repeated iteration is no progress
+    rank.do(methodcaller("enter", Phase.STEP, 4))
     rank.kill_worker()
     assert rank.exit_status() == 1
     assert "died 3 times in a row" in rank.said()
@@ -348,7 +355,7 @@ def test_a_wedged_worker_is_killed_but_not_one_that_waits_for_others(
     waiting = supervised(progress_s=HANG_S)
     waiting.do(join_first_generation)
     waiting.do(methodcaller("wait", True))
-    # later: when it is found, the other has waited for longer
+    # started later: when this hang is found, the other worker has waited for longer
     wedged = supervised(progress_s=HANG_S)
     wedged.do(join_first_generation)
     wedged.meet_worker()
@@ -374,8 +381,9 @@ def test_a_wedged_worker_is_killed_but_not_one_that_waits_for_others(
 def test_a_death_after_the_jobs_end_is_replaced_by_none(
     supervised, phase: Phase, status: int
 ) -> None:
-    """A script's own work after the last iteration fails with its worker; no rank is
-    there to repeat it.
+    """A script's own work after the last iteration fails with its worker.
+
+    No rank is left to repeat the work.
     """
     rank = supervised()
     rank.do(join_first_generation)
@@ -400,8 +408,15 @@ signal.pause()
 
 
 def leave_processes(page: StatusPage, folder: Path, how: str) -> None:
-    """Start a process, and by it another one in a session of its own; wait until both
-    have begun.
+    """Start a process that starts another one in a new session; wait for both starts.
+
+    The file `left` gets both pids.
+
+    Args:
+        page: The status page, as for every act.
+        folder: The folder of the file `left`.
+        how: `deaf`: both processes ignore SIGTERM; `stopped`: the second process stops
+            itself; empty: neither.
     """
     command = [sys.executable, "-S", "-c", LINGERING, how]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -464,8 +479,10 @@ def pause_for_ever() -> int:
 def supervisor_with_processes(
     connection: Connection, folder: str, limits: SupervisorLimits
 ) -> None:
-    """Supervisor with a daemon and a janitor, whose pids files have, and which notes
-    how it frees memory.
+    """Supervise with a daemon and a janitor, whose pids are in files.
+
+    When memory is freed, the file `freed` gets the exit status, and whether the daemon
+    lives.
     """
     place = Path(folder)
 
@@ -544,7 +561,8 @@ def test_a_supervisor_that_was_stopped_for_long_says_so_and_none_of_its_processe
 
 def test_a_short_stop_is_not_reported(supervised) -> None:
     rank = supervised(supervisor_with_processes)
-    stop_for(0.0, processes_of(rank))  # as a fault injector does, while it takes a node
+    # as a fault injector does, while it inflicts the loss of a node
+    stop_for(0.0, processes_of(rank))
     rank.tell(return_zero)
     assert rank.exit_status() == 0
     assert not rank.said()
@@ -572,9 +590,7 @@ def test_memory_is_freed_once_no_process_uses_it(
 
 
 class FinishesMeanwhile(Generations):
-    """The last rank is done just after a supervisor has looked whether the job has
-    finished.
-    """
+    """The last rank is done right after a supervisor has checked for the job's end."""
 
     def has_finished(self, generation: int) -> bool:
         before = super().has_finished(generation)
@@ -605,11 +621,11 @@ def test_a_supervisor_that_is_told_to_stop_stops_its_worker(
 def supervisor_that_saves(
     connection: Connection, folder: str, limits: SupervisorLimits
 ) -> None:
-    """Supervisor whose last save writes whether the worker has ended, or never ends if
-    a file says so.
+    """Supervise with a last save, and a node that leaves the job if its place is sick.
 
-    Its node leaves the job if its place is sick: then a file says whether it had saved
-    before.
+    The save writes to the file `saved` whether the worker lives. While the file `slow`
+    exists, the save does not end. When the node leaves, the file `left` gets whether
+    the save came before.
     """
     place = Path(folder)
 
@@ -653,9 +669,10 @@ def begin_to_save(rank: Guarded) -> Guarded:
 def test_a_job_that_has_to_end_saves_without_the_worker(
     supervised, end: Act | signal.Signals, status: int, is_saved: bool
 ) -> None:
-    """An interrupted job ends at once, and one that is done has nothing to save.
+    """An interrupted job ends at once, and a job that is done has nothing to save.
 
-    The successor of a worker that was fenced may be writing the same folder.
+    The successor of a fenced worker may be writing the same folder, so no save follows
+    a fenced worker.
     """
     rank = begin_to_save(supervised(supervisor_that_saves, stop_save_s=WAIT_S))
     if isinstance(end, signal.Signals):
@@ -721,7 +738,7 @@ def test_nothing_outlives_a_killed_agent(supervised, stack: ExitStack) -> None:
 
 
 class NotesTheLife(Generations):
-    """Writes down which incarnation may join when a generation ends."""
+    """Records which incarnation may join when a generation ends."""
 
     def end(self, generation: int, reason: str) -> bool:
         self._store.set("incarnation at the end", str(self.incarnation(0)))
@@ -731,8 +748,9 @@ class NotesTheLife(Generations):
 def test_a_supervisor_that_is_started_again_goes_on_with_the_next_life(
     supervised,
 ) -> None:
-    """It announces it before it ends the generation: an earlier worker that is cut off
-    would join the next one.
+    """The supervisor announces the next incarnation before the end of the generation.
+
+    Otherwise an earlier worker that is cut off would join the next generation.
     """
     notes = functools.partial(supervisor_main, kind=NotesTheLife)
     earlier = supervised(notes)
@@ -752,7 +770,7 @@ def test_a_supervisor_that_is_started_again_goes_on_with_the_next_life(
 def supervisor_with_daemons(
     connection: Connection, folder: str, limits: SupervisorLimits
 ) -> None:
-    """Supervisor with daemons that do nothing but say their pid."""
+    """Supervise with daemons that only live, and whose pids are in the store."""
     supervisor_pid = os.getpid()
 
     def start_daemon() -> int:
@@ -849,7 +867,7 @@ def test_a_supervisor_that_is_cut_off_saves_and_ends(
 def supervisor_that_ends_no_process(
     connection: Connection, folder: str, limits: SupervisorLimits
 ) -> None:
-    """Supervisor on a kernel whose driver does not answer: no signal ends a process."""
+    """Supervise on a kernel whose driver does not answer: no signal ends a process."""
     os.kill = lambda pid, number: None
     supervisor._END_S = orphans.GRACE_S = HANG_S
     supervisor_main(connection, folder, limits, hooks_that_save(folder))

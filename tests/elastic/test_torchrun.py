@@ -1,4 +1,7 @@
-"""The end of torchrun's report is our error."""
+"""torchrun's report ends with this project's error.
+
+Also, a variable that the user has set is distinguished from one that torchrun has set.
+"""
 
 from __future__ import annotations
 
@@ -59,11 +62,11 @@ def test_without_a_file_nothing_is_written(
 def test_a_variable_of_the_user_is_told_from_one_of_torchrun(
     before: dict[str, str], at_start: dict[str, str], wanted: bool
 ) -> None:
-    """The process that asks is a child of one that was started with `at_start`, and
-    sets `before` as torchrun does.
+    """The asking process is a child of an agent that is started with `at_start`.
 
-    Two processes: what is asked for is the environment of another process, which the
-    kernel keeps.
+    The agent then sets `before` in its environment, as torchrun does. The test needs
+    two processes: the child reads the environment of another process, which the kernel
+    keeps as of the start of that process.
     """
     child = (
         "import moe_ckpt.elastic.torchrun as t;"

@@ -1,4 +1,4 @@
-"""Transports of groups that tests hold, count or stand in for a device with."""
+"""Transports of groups that tests hold or count, or that stand in for a device's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.waits import WAIT_S
 
 
 def passes(ends: tuple[socket.socket, socket.socket]) -> bool:
-    """Return whether what is sent at one end arrives at the other."""
+    """Return whether a byte that is sent at one end arrives at the other end."""
     try:
         ends[0].send(b"x")
         return ends[1].recv(1) == b"x"
@@ -25,7 +25,13 @@ def passes(ends: tuple[socket.socket, socket.socket]) -> bool:
 
 
 class HeldTransport:
-    """A transport that opens nothing: its groups are made as soon as `held` ends."""
+    """A transport that opens nothing, and makes its groups once `held` is set.
+
+    Attributes:
+        held: Set by the test to let `make` return.
+        made_by: The thread of each group that was made or is being made.
+        when_formed: Called when the forming of groups ends.
+    """
 
     def __init__(self) -> None:
         self.device, self.completes_when_cut = torch.device("cpu"), False

@@ -1,6 +1,4 @@
-"""What a worker opens to live through generations, for tests: elastic groups and a
-membership, without a model.
-"""
+"""Elastic groups and memberships of workers without a model, for tests."""
 
 from __future__ import annotations
 
@@ -30,8 +28,9 @@ def own_rank() -> int:
 
 
 def open_store(folder: str) -> dist.Store:
-    """Return the store where a test's processes meet: a file, as a connection over TCP
-    now and then takes seconds.
+    """Return the store in which a test's processes meet.
+
+    The store is a file: a connection over TCP now and then takes seconds.
     """
     store = dist.FileStore(str(Path(folder) / "store"), -1)
     store.set_timeout(timedelta(seconds=WAIT_S))
@@ -39,7 +38,7 @@ def open_store(folder: str) -> dist.Store:
 
 
 def meet(store: dist.Store, name: str, size: int) -> None:
-    """Wait, inside a rank, until as many have come here."""
+    """Wait, inside a rank, until `size` ranks have called this with the same name."""
     if store.add(name, 1) == size:
         store.set(f"{name}/all", "")
     store.wait([f"{name}/all"], timedelta(seconds=WAIT_S))
@@ -55,8 +54,19 @@ def open_groups(
     transport: Any = None,
     world: str = BACKEND,
 ) -> ElasticGroups:
-    """Make the world a group that outlives generations, over gloo or another transport;
-    it has this rank alone yet.
+    """Make the world a group that outlives generations.
+
+    Until the groups are formed, the world has only this rank's contribution.
+
+    Args:
+        global_rank: This rank.
+        world_size: The number of ranks.
+        form_s: The time limit for forming all groups, in seconds.
+        operation_s: The time limit of one operation, in seconds.
+        on_wait: Called with True as a wait for other ranks begins, and with False as it
+            ends.
+        transport: The transport of the groups; None: gloo.
+        world: The name of the world's backend.
     """
     timeouts = GroupTimeouts(form_s=form_s, operation_s=operation_s, abort_s=WAIT_S)
     groups = ElasticGroups(transport or GlooBackend(), timeouts, on_wait)
@@ -79,7 +89,20 @@ def open_membership(
     watched: dist.Store | None = None,
     transport: Any = None,
 ) -> Membership:
-    """Make this process an incarnation of a rank."""
+    """Make this process an incarnation of a rank.
+
+    Args:
+        folder: The folder of the status page and of the store.
+        global_rank: The rank.
+        world_size: The number of ranks.
+        incarnation: The incarnation.
+        join_s: The time limit for the arrival of all ranks, in seconds.
+        grace_s: Seconds after the end of a generation until waiting threads are woken.
+        connect: Opens a connection to the store in a folder.
+        watched: The connection of the thread that watches a generation; None: another
+            one from `connect`.
+        transport: The transport of the groups; None: gloo.
+    """
     page = StatusPage(Path(folder) / f"page{global_rank}")
     groups = open_groups(
         global_rank, world_size, on_wait=page.wait, transport=transport
@@ -94,7 +117,7 @@ def open_membership(
 
 
 def count_held() -> tuple[int, int]:
-    """Return how many files and threads this process has."""
+    """Return the numbers of open files and of threads of this process."""
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
@@ -110,9 +133,12 @@ def caused(error: Exception, cause: Exception) -> Exception:
 
 
 def wait_until(look: Callable[[], bool]) -> bool:
-    """Return whether something that no other process announces came to be in time."""
+    """Poll for a condition; return whether the condition holds within WAIT_S seconds.
+
+    For conditions that no process announces.
+    """
     deadline_s = time.monotonic() + WAIT_S
-    while not look():  # once: to look may itself change what there is to see
+    while not look():  # one call per round: the call may change the condition
         if time.monotonic() > deadline_s:
             return False
         time.sleep(0.001)
@@ -120,8 +146,10 @@ def wait_until(look: Callable[[], bool]) -> bool:
 
 
 class NotingStore(dist.HashStore):
-    """Notes of each request of the main thread whether the worker with this page counts
-    as waiting then.
+    """A store that records whether the worker counts as waiting during a request.
+
+    `seen` has each request of the main thread, and whether the worker with this page
+    then counts as waiting.
     """
 
     def __init__(self, page: StatusPage) -> None:
@@ -149,7 +177,7 @@ class NotingStore(dist.HashStore):
 
 
 class DevicePoint:
-    """A point in the work of a device, which the test lets it reach."""
+    """A point in the work of a device, which the test lets the device reach."""
 
     def __init__(self) -> None:
         self.reached = threading.Event()

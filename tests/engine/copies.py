@@ -1,4 +1,4 @@
-"""Copies to peers that a test holds back, or lets fail."""
+"""Copies to peers that a test holds back or lets fail."""
 
 from __future__ import annotations
 
@@ -14,8 +14,14 @@ def answer_copies(
     is_chosen: Callable[[str], bool],
     answer: Callable[[], Future[Any]],
 ) -> None:
-    """Let `answer` stand in for the daemon's copies of a worker's chosen blobs; all
-    others are copied.
+    """Let `answer` stand in for the daemon's copies of a worker's chosen blobs.
+
+    The daemon copies all other blobs.
+
+    Args:
+        session: The worker's session.
+        is_chosen: Chooses blobs by their keys. One chosen key chooses the whole copy.
+        answer: Returns the future of a chosen copy.
     """
     assert session._elastic is not None
     assert session._elastic.daemon is not None

@@ -1,5 +1,6 @@
-"""Rows of settings that cover every pair of values: a job, and the fault in one of its
-iterations.
+"""Rows of settings that cover every pair of values.
+
+A row describes a job, and the fault in one of the job's iterations.
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ Axes = Mapping[str, Sequence[Any]]
 
 
 def rows_of(axes: Axes, is_possible: Callable[[Mapping[str, Any]], bool]) -> list[Any]:
-    """Return named tuples of the axes' values; `is_possible` is asked about rows and
-    about their beginnings.
+    """Return rows that cover every pair of the axes' values, as named tuples.
+
+    Args:
+        axes: The values of each axis.
+        is_possible: Whether a row may exist. Also called with the beginnings of rows,
+            in which later axes are missing.
     """
     row = NamedTuple("Row", [(name, Any) for name in axes])  # type: ignore[misc]
     found = AllPairs(
@@ -33,7 +38,7 @@ def shape_of(row: Any) -> Shape:
 
 
 def fault_of(row: Any, iteration: int) -> Fault:
-    """Return the death of the row's ranks in its phase."""
+    """Return the fault of a row: the row's ranks die in the row's phase."""
     ranks = range(row.shape.world_size)
     victims = {
         "first": ranks[:1],

@@ -1,5 +1,6 @@
-"""Damage to snapshots in memory or on disk: bits that flip, headers of other runs,
-copies and writes that fail.
+"""Damage to snapshots in memory or on disk, and copies and writes that fail.
+
+The damage is a flipped bit, a missing snapshot, or a header such as another run's.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Choice = Callable[[SnapshotHeader], bool]
 
 
 def flip_a_bit(folder: Path) -> None:
-    """Flip the first bit of every buffer of a blob folder."""
+    """Flip a bit in the first byte of every buffer of a blob folder."""
     buffers = list((folder / "buffers").iterdir())
     assert buffers, folder
     for buffer in buffers:
@@ -35,8 +36,9 @@ def flip_a_bit(folder: Path) -> None:
 def rewrite_headers(
     folder: Path, change: Callable[[SnapshotHeader], SnapshotHeader]
 ) -> None:
-    """Change the headers of all snapshots in a blob folder; entries and headers keep
-    checksums that match.
+    """Change the headers of all snapshots in a blob folder.
+
+    Entries and headers get checksums that match.
     """
     paths = list((folder / "index").glob("snapshot*.blob"))
     assert paths, folder
@@ -67,7 +69,8 @@ def snapshots_in(
     path: Path, is_chosen: Choice = lambda _: True
 ) -> dict[str, SnapshotHeader]:
     folder = BlobFolder(path)
-    blobs = {key: folder.get(key) for key in folder.keys()}  # noqa: SIM118 - not a mapping
+    # not a mapping
+    blobs = {key: folder.get(key) for key in folder.keys()}  # noqa: SIM118
     headers = {
         key: header_from_json(blob.header)
         for key, blob in blobs.items()
@@ -77,7 +80,10 @@ def snapshots_in(
 
 
 def drop_snapshots(path: Path, is_chosen: Choice) -> None:
-    """Remove the chosen snapshots, at least one, from a blob folder."""
+    """Remove the chosen snapshots from a blob folder.
+
+    At least one snapshot must be chosen.
+    """
     chosen = snapshots_in(path, is_chosen)
     assert chosen, f"nothing to drop in {path}"
     for key in chosen:
@@ -85,8 +91,9 @@ def drop_snapshots(path: Path, is_chosen: Choice) -> None:
 
 
 def flip_a_bit_of(path: Path, is_chosen: Choice) -> None:
-    """Flip a bit in the payload of the chosen snapshots, at least one, of a blob
-    folder.
+    """Flip a bit in the payload of each chosen snapshot of a blob folder.
+
+    At least one snapshot must be chosen.
     """
     chosen = snapshots_in(path, is_chosen)
     assert chosen, f"nothing to damage in {path}"
@@ -97,8 +104,9 @@ def flip_a_bit_of(path: Path, is_chosen: Choice) -> None:
 
 
 def let_copies_fail(model: Model, first: int, last: int) -> None:
-    """Let the copies of snapshots `first` to `last` fail, counted from 1, the initial
-    one of everything.
+    """Let the copies of snapshots `first` to `last` of a model fail.
+
+    Snapshots are counted from 1. Snapshot 1 is the initial snapshot of everything.
     """
     take, num_taken = model.pieces, 0
 
@@ -113,7 +121,13 @@ def let_copies_fail(model: Model, first: int, last: int) -> None:
 
 
 def let_writes_fail(disk: LocalDisk, fails: Callable[[int], bool]) -> None:
-    """Let writes to a local disk fail, chosen by their number from 1 on."""
+    """Let chosen writes to a local disk fail.
+
+    Args:
+        disk: The local disk.
+        fails: Whether a write fails, by the number of the write, from 1. Calls without
+            keys are not counted.
+    """
     write, num_writes = disk.persist, 0
 
     def persist(keys: Sequence[str], stale: Sequence[str]) -> Future[None]:

@@ -1,11 +1,11 @@
-"""Jobs whose ranks are threads: the real session, in-memory tier, recovery, host memory
-and replica servers.
+"""Jobs whose ranks are threads, with the real session, recovery and servers.
 
-A rank's memory is a folder, and its replica daemon a few threads, both of which outlive
-its worker. A worker dies by an order in its status page, as in a real job: the thread
-ends where the page carries out the order, and a new worker with a model of its own
-takes its place. All ranks end the generation and come to one state in the next, by
-`GenerationLoop`.
+The in-memory tier and host memory are real, too. A rank's memory is a folder, and a
+rank's replica daemon is a few threads. Folder and daemon outlive the rank's worker. A
+worker dies by an order in the worker's status page, as in a real job: the thread ends
+where the page executes the order, and a new worker with a model of its own takes the
+place of the dead worker. All ranks end the generation, and reach one state in the next
+generation, by `GenerationLoop`.
 """
 
 from __future__ import annotations
@@ -90,42 +90,52 @@ MOMENTS = [
     (Phase.SNAPSHOT, 0),
     (Phase.BETWEEN, 0),
 ]
-"""Where a rank can die: as it enters a phase, and for how many entries before that it
-lives on.
+"""Moments at which a rank can die, as (phase, skip).
+
+The rank survives `skip` entries into the phase, and dies as it enters the phase again.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A rank dies as it enters `phase` of `iteration`, for the (skip + 1)th time, and
-    the ranks `also` with it.
-
-    `loses_memory`: the nodes of all these ranks are lost. `before_restart` is called
-    while all of them are dead.
-    """
+    """A rank dies as it enters a phase, and other ranks may die with it."""
 
     rank: int
+
     phase: Phase
+    """Phase that `rank` enters as it dies."""
+
     iteration: int = ANY_ITERATION
+
     skip: int = 0
+    """Number of entries into the phase that `rank` survives first."""
+
     also: tuple[int, ...] = ()
+    """Ranks that die together with `rank`."""
+
     loses_memory: bool = False
+    """Whether the nodes of `rank` and `also` are lost."""
+
     before_restart: Callable[[ThreadJob], None] | None = None
+    """Called while `rank` and all of `also` are dead."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The end of a job: digests by rank, and losses by iteration as all ranks have seen
-    them.
-    """
+    """The end of a job."""
 
     digests: tuple[str, ...]
+    """Digest of the final state of each rank, by rank."""
+
     losses: Mapping[int, float]
+    """Loss of each iteration, as seen by all ranks."""
 
 
 class Daemon:
-    """The replica daemon of one rank: a server for its peers, senders to them, and a
-    socket for its workers.
+    """The replica daemon of one rank.
+
+    The daemon has a server for peers, senders to peers, and a socket for the rank's
+    workers.
     """
 
     def __init__(
@@ -165,8 +175,9 @@ class Daemon:
 
 
 class _Hosts:
-    """Checkpoint servers on machines that train nothing, and the store where ranks find
-    them.
+    """Checkpoint servers on machines that train nothing.
+
+    In `store` the ranks find the servers.
     """
 
     def __init__(
@@ -202,7 +213,10 @@ class _Hosts:
         self._running[claimed[0]] = server, capture
 
     def memory(self, started: int) -> Path:
-        """The memory of the server that was started as the first, second, ..."""
+        """Return the memory of the server that was started as number `started`.
+
+        Servers are counted from 1.
+        """
         return self._folder / f"host{started}"
 
     def end(self, number: int) -> None:
@@ -227,8 +241,9 @@ class _Hosts:
 
 
 class _Generations:
-    """Where the ranks of all generations meet: implements the ends and beginnings of
-    `job.Rendezvous` for threads.
+    """The meeting point of the ranks in all generations.
+
+    Implements the ends and beginnings of generations for each rank's `_Rendezvous`.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -236,17 +251,21 @@ class _Generations:
         self._changed = threading.Condition()
         self._arrived: set[int] = set()
         self.number = 0
-        self.deaths: list[tuple[int, Death]] = []  # with the generation that each ended
+        # each death with the generation that the death ended
+        self.deaths: list[tuple[int, Death]] = []
         self._done: set[int] = set()
         self._is_over = True
         self._groups: tuple[ThreadGroup, list[ThreadGroup]] | None = None
         self.failure: BaseException | None = None
-        # what workers do at each end of a generation
+        # actions of the workers at each end of a generation
         self.at_end: list[Callable[[], None]] = []
 
     def join(self, rank: int) -> tuple[int, ThreadGroup, ThreadGroup]:
-        """Return the generation that begins, and this rank's groups: all ranks, and
-        those of its stage.
+        """Wait for all ranks.
+
+        Returns:
+            The generation that begins, the group of all ranks, and the group of the
+            rank's stage.
         """
         with self._changed:
             self._arrived.add(rank)
@@ -314,7 +333,7 @@ class _Generations:
 
 
 class _Rendezvous:
-    """Implements `job.Rendezvous` for one worker that is a thread."""
+    """Implements `worker_loop.Rendezvous` for one worker that is a thread."""
 
     def __init__(
         self,
@@ -373,22 +392,32 @@ class _Rendezvous:
 
 @dataclass
 class _Training:
-    """Implements `job.TrainingRun`: the loop of one rank, as a user's loop calls the
-    hooks.
+    """Implements `worker_loop.TrainingRun`: the training loop of one rank.
+
+    The loop calls the hooks of the session as a user's loop does.
     """
 
     job: ThreadJob
     rank: int
     model: Model
+
     session: Session | None
+    """None: the job trains without a session."""
+
     enter: Callable[[Phase], None]
+    """Called as the rank enters a phase."""
+
     events: EventLog
+
     ranks: ThreadRanks
+    """All ranks of the job."""
+
     prepared: tuple[int, float] | None = None
+    """Newest iteration with complete gradients, and the loss of the iteration."""
 
     def run(self, done: int, notes: Sequence[str]) -> None:
         self.job.notes[self.rank] = notes
-        # a recovery has finished its step
+        # a recovery has finished the step of the prepared iteration
         if self.prepared and self.prepared[0] == done:
             self.job.note_loss(*self.prepared)
         self.job.log_start(done, self.rank, self.model)
@@ -430,7 +459,7 @@ class _Training:
         self._log(iteration, loss, gradients)
         self.job.note_state(iteration, self.rank, model)
         if self.job.settles:
-            # a rank that dies as the next iteration begins finds the snapshots of all
+            # a rank that dies as the next iteration begins finds all ranks' snapshots
             self.ranks.barrier()
         return iteration
 
@@ -450,24 +479,31 @@ class _Training:
 
 
 class Observer(Protocol):
-    """Sees the models of all ranks, from their threads: where all go on from, and after
-    each iteration of a rank.
-    """
+    """Sees the models of all ranks. Each rank's thread calls the methods."""
 
     def started(self, iteration: int, rank: int, model: Model) -> None:
-        """Do nothing, if a subclass does not."""
+        """A rank starts from the state after `iteration`. Does nothing by default."""
 
     def committed(self, iteration: int, rank: int, model: Model) -> None:
-        """Do nothing, if a subclass does not."""
+        """A rank has committed `iteration`. Does nothing by default."""
 
 
 class ThreadJob:
-    """A job of `shape` that trains `iterations` under `config`, or without a session,
-    while faults strike in order.
+    """A job whose ranks are threads. Faults strike in order while the job trains.
 
-    `lossless`: all states and losses are compared with those of the job without faults;
-    by default by the policy. `settles`: after each iteration all ranks wait until its
-    snapshots are in memory and on peers, and those of the one before on disk.
+    Args:
+        folder: Folder of all files of the job.
+        config: Settings of the policy. None: the job trains without a session.
+        shape: Shape of model and job.
+        iterations: Number of iterations.
+        faults: Deaths of ranks, in the order in which they strike.
+        losses: Scheduled losses of state in living processes.
+        run_id: Id of the run.
+        lossless: Whether states are compared with the job without faults, and all
+            losses of one iteration with each other. None: as the policy promises.
+        settles: Whether all ranks wait after each iteration until the iteration's
+            snapshots are in memory and on peers, and the snapshots of the iteration
+            before are on disk.
     """
 
     def __init__(
@@ -491,14 +527,14 @@ class ThreadJob:
         self.wire = Wire()
         self.notes: dict[int, Sequence[str]] = {}
         self.sessions: dict[int, Session] = {}
-        # of each generation
+        # policies of each generation, by rank
         self.policies: dict[int, list[InMemoryPolicy]] = {
             rank: [] for rank in self.ranks
         }
         self.models: dict[int, Model] = {}
         self.struck: list[Fault] = []
         self.on_worker: list[Callable[[int, Session], None]] = []
-        # once, by rank and iteration
+        # called once each with the rank's model, by rank and iteration
         self.upsets: dict[tuple[int, int], Callable[[Model], object]] = {}
         self.observers: list[Observer] = []
         self.sent_between_hosts: dict[int, list[torch.Tensor]] = {
@@ -547,10 +583,10 @@ class ThreadJob:
             for rank in self.ranks
         }
         self.saves_slowly, self.sends_slowly = False, False
-        # called for each worker's model
+        # returns the batches of a worker's model
         self.data_of: Callable[[Model], KeptBatches] | None = None
         self.start_from: Path | None = None  # a whole checkpoint of another run
-        # by iteration: how many more attempts end in an infinite loss
+        # number of further attempts that end in an infinite loss, by iteration
         self.diverging: dict[int, int] = {}
 
     @property
@@ -558,28 +594,33 @@ class ThreadJob:
         return range(self.shape.world_size)
 
     def memory(self, rank: int) -> Path:
-        """The rank's folder in the memory of its node: `own` blobs, and those `held`
-        for others.
+        """Return the rank's folder in the memory of its node.
+
+        The folder has the rank's `own` blobs, and the blobs `held` for other ranks.
         """
         return self._made(self.folder / "memory") / f"rank{rank:04d}"
 
     def disk(self, rank: int) -> Path:
-        """The rank's folder on its local disk."""
+        """Return the rank's folder on its local disk."""
         return self.folder / "snapshots" / f"rank{rank:04d}"
 
     def in_memory(self, rank: int) -> InMemoryCheckpointing:
-        """The in-memory side of the rank's session, in the present generation."""
+        """Return the in-memory side of the rank's session in the present generation."""
         in_memory = self.sessions[rank].in_memory
         assert in_memory is not None
         return in_memory
 
     def rank_memory(self, rank: int) -> RankMemory:
-        """The snapshots and logs of the rank's present worker."""
+        """Return the snapshots and logs of the rank's present worker."""
         return self.in_memory(rank).parts.memory
 
     @one_processor()
     def run(self) -> Result:
-        """Run to the end. Raises the error of the first rank that failed."""
+        """Run to the end.
+
+        Raises:
+            BaseException: The error of the first rank that failed.
+        """
         try:
             for rank in self.ranks:
                 self.daemons[rank] = self._daemon(rank)
@@ -603,7 +644,7 @@ class ThreadJob:
         )
 
     def events(self, kind: type[T], rank: int = 0) -> list[T]:
-        """Return one rank's events of a kind, over all its workers."""
+        """Return one rank's events of a kind, from all workers of the rank."""
         return [
             entry.event
             for entry in read_events(self.event_path(rank))
@@ -623,8 +664,10 @@ class ThreadJob:
             observer.started(iteration, rank, model)
 
     def note_state(self, iteration: int, rank: int, model: Model) -> None:
-        """Compare with the state of the same rank after the same iteration, where
-        recoveries lose nothing.
+        """Compare a rank's state with the state in the job without faults.
+
+        No state is compared where recoveries may lose tokens. Without a session, the
+        digest of the state is recorded.
         """
         if self.config is None:
             self.digests.setdefault(iteration, {})[rank] = model.digest()
@@ -640,8 +683,9 @@ class ThreadJob:
             self.settle(rank)
 
     def settle(self, rank: int) -> None:
-        """Wait until peers and servers have all of a rank's newest state, and no write
-        to disk is in progress.
+        """Wait until peers and servers have all of a rank's newest state.
+
+        Afterwards no write to disk is in progress.
         """
         tier, memory = self.in_memory(rank).tier, self.rank_memory(rank)
         tier.settle()
@@ -652,11 +696,13 @@ class ThreadJob:
         if self._has_servers:
             client = self._clients[rank]
             assert client is not None
-            client.copy([]).result(_WAIT_S)  # ends after all copies before it
+            client.copy([]).result(_WAIT_S)  # ends after all earlier copies
 
     def kill(self, rank: int) -> None:
-        """Kill a rank at once. The first fault of the list is this rank's, in a phase
-        that it does not enter.
+        """Kill a rank at once.
+
+        The first pending fault must name this rank, and a phase that the rank does not
+        enter.
         """
         self._killed[rank].set()
         self._generations.end(f"rank {rank} was killed")
@@ -669,8 +715,9 @@ class ThreadJob:
         return True
 
     def lose_memory(self, rank: int) -> None:
-        """Lose a node's memory, while its worker is dead: own blobs, and copies of
-        others.
+        """Lose a node's memory while the node's worker is dead.
+
+        Own blobs and copies of other ranks' blobs are lost.
         """
         self.daemons[rank].close()
         shutil.rmtree(self.memory(rank))
@@ -712,7 +759,7 @@ class ThreadJob:
         thread.start()
 
     def _join(self) -> None:
-        for thread in self._workers:  # grows while workers die
+        for thread in self._workers:  # grows as dead workers are replaced
             thread.join(6 * _WAIT_S)
             assert not thread.is_alive(), f"{thread.name} hangs"
 
@@ -723,7 +770,7 @@ class ThreadJob:
                     self._outcomes[rank] = self._train(rank, closing)
             except WorkerKilled:
                 self._bury(rank)
-        except BaseException as error:  # the top of a thread: `run` raises it
+        except BaseException as error:  # top of a thread: `run` raises the error
             self._generations.fail(error)
 
     def _train(self, rank: int, closing: contextlib.ExitStack) -> str:
@@ -876,8 +923,9 @@ class ThreadJob:
             )
 
     def _bury(self, rank: int) -> None:
-        """Do what supervisors do: note the death, and once all that die together are
-        dead, start new workers.
+        """Note a death, and start new workers, as supervisors do.
+
+        New workers start once all ranks of the fault are dead.
         """
         with self._lock:
             fault, page = self._faults[0], self.pages[rank]
@@ -902,7 +950,7 @@ class ThreadJob:
             }
             victims = {fault.rank, *fault.also}
             if not victims <= dead:
-                # the others that die notice it in their next operation
+                # the other victims notice their death in their next operation
                 self._generations.end("ranks died")
                 return
             self._buried = len(self._generations.deaths)
@@ -958,8 +1006,10 @@ def place_of(
 def _reference(
     shape: Shape, iterations: int
 ) -> tuple[Result, Mapping[int, Mapping[int, str]]]:
-    """Train without faults and sessions; return the result, and digests by iteration
-    and rank.
+    """Train without faults and sessions.
+
+    Returns:
+        The result, and the digests by iteration and rank.
     """
     with tempfile.TemporaryDirectory() as folder:
         job = ThreadJob(Path(folder), None, shape, iterations=iterations)
@@ -971,7 +1021,7 @@ def uninterrupted(shape: Shape, iterations: int) -> Result:
 
 
 def exact(job: ThreadJob) -> ThreadJob:
-    """Run a job to its end, which is that of the job without faults."""
+    """Run a job to its end, which must equal the end of the job without faults."""
     assert job.run() == uninterrupted(job.shape, job.iterations)
     return job
 

@@ -1,11 +1,11 @@
-"""A pipeline of small expert layers behind the engine's seams, trained by ranks that
-are threads.
+"""A pipeline of small expert layers, which ranks that are threads train.
 
-It has all that a recovery must restore: sharded masters and moments of a real Adam,
-rounded compute weights, dropout from a generator, buffers that forward changes, a loss
-scale that skips steps, a learning-rate schedule, a norm over all ranks, gradients
-reduced over a stage, and, `tied`, a gradient that first and last stage share. After a
-wrong input its digest never again equals that of the job without faults.
+The model implements the engine's interfaces. The model has everything that a recovery
+must restore: sharded masters and moments of a real Adam, rounded compute weights,
+dropout from a generator, buffers that forward changes, a loss scale that skips steps, a
+learning-rate schedule, a norm over all ranks, gradients reduced over a stage, and, if
+`tied`, a gradient that first and last stage share. After a wrong input, the digest of
+the model never again equals the digest in the job without faults.
 """
 
 from __future__ import annotations
@@ -49,16 +49,25 @@ BOUNDARY_BYTES = 2 * HIDDEN * TOKENS
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What is trained: `skips` steps overflow at the beginning, `tied` shares the
-    embedding, `ep` spreads experts.
-    """
+    """Shape of the model and of the job."""
 
     pp: int = 2
+    """Number of pipeline stages."""
+
     dp: int = 2
+    """Number of ranks of each stage."""
+
     ep: int = 1
+    """Above 1: each rank of a stage has some of the experts, not a piece of each."""
+
     experts: int = 3
+    """Number of experts of each stage."""
+
     tied: bool = False
+    """Whether embedding and output share one weight."""
+
     skips: int = 0
+    """Number of steps at the beginning that overflow and are skipped."""
 
     @property
     def layout(self) -> ParallelLayout:
@@ -76,8 +85,12 @@ PAIR, PIPE = Shape(pp=2, dp=1), Shape(pp=3, dp=1)
 
 
 class Weight:
-    """One operator's weight on one rank: `values` for forward, and the range of the
-    optimizer's state that it owns.
+    """One operator's weight on one rank.
+
+    Attributes:
+        values: The whole compute weight, for forward.
+        owned: Range of the weight whose optimizer state this rank owns.
+        master: Master weight of the owned range.
     """
 
     def __init__(
@@ -124,8 +137,9 @@ def inputs_of(iteration: int, micro_batch: int, dp_rank: int) -> torch.Tensor:
 
 
 class Pipe:
-    """Implements `interfaces.Communicator`: carries tensors to neighbour stages and
-    logs them, or replays a log.
+    """Implements `interfaces.Communicator`.
+
+    The pipe logs tensors and carries the tensors to neighbour stages, or replays a log.
     """
 
     def __init__(
@@ -173,7 +187,7 @@ _OPPOSITE = {
 
 @dataclass
 class _Pass:
-    """What backward needs of a micro-batch's forward."""
+    """Tensors of a micro-batch's forward that backward needs."""
 
     inputs: torch.Tensor
     block_in: torch.Tensor
@@ -188,8 +202,10 @@ class _Pass:
 
 
 class Model:
-    """One rank's stage: implements the engine's `Stage`, `Operators`, `Counts` and
-    `FaultInjector`.
+    """One rank's stage.
+
+    Implements the engine's `Stage`, `Operators` and `FaultInjector`. `TokenCounts`
+    implements `Counts`.
     """
 
     def __init__(
@@ -198,12 +214,13 @@ class Model:
         self.shape, self.rank = shape, rank
         self.stage, self.dp_rank = shape.stage_of(rank), rank % shape.dp
         self._ranks, self._stage_ranks = ranks, stage_ranks
-        # as a kernel that does not repeat itself
+        # called after each replayed update, as a kernel that is not deterministic
         self.on_replay: Callable[[int], object] = lambda _: None
-        self.reads_others = False  # as from a file that has changed
+        # whether replays read other samples, as from a file that has changed
+        self.reads_others = False
         self.previous_rank = rank - shape.dp if self.stage > 0 else None
         self.next_rank = rank + shape.dp if self.stage < shape.pp - 1 else None
-        # the inputs, if they are not read by the iteration's number
+        # the inputs; None: the number of an iteration gives the inputs
         self.data: KeptBatches | None = None
         self.communicator = Pipe(ranks, self.previous_rank, self.next_rank)
         self.operators = operators_of(shape, self.stage)
@@ -235,7 +252,7 @@ class Model:
         self._stepped: tuple[int, Mapping[str, float]] | None = None
         self._clip = 1.0
         self._counted = np.zeros(shape.experts)
-        # called once each, in the middle of a pass
+        # callbacks by phase, each called once, in the middle of a pass
         self._armed: dict[str, Callable[[], None]] = {}
         self.on_reduced: Callable[[], None] = lambda: None
 
@@ -258,13 +275,19 @@ class Model:
         )
         return Weight(operator, size, of_rank, "tied" if is_tied else str(operator))
 
-    # What iterations do
+    # Iterations
 
     def train_on(
         self, iteration: int, on_backward: Callable[[], None] = lambda: None
     ) -> list[float]:
-        """Leave the gradients of the iteration's batch; return the micro-batches'
-        losses on the last stage.
+        """Compute the gradients of the iteration's batch.
+
+        Args:
+            iteration: The iteration.
+            on_backward: Called between forward and backward.
+
+        Returns:
+            The loss of each micro-batch on the last stage; nothing on other stages.
         """
         passes = [
             self._forward(iteration, micro_batch)
@@ -341,7 +364,7 @@ class Model:
     def _experts_forward(
         self, tokens: torch.Tensor, choices: torch.Tensor
     ) -> torch.Tensor:
-        """Return the experts' outputs; tokens visit the rank of their expert."""
+        """Return the experts' outputs. Tokens visit the rank of their expert."""
         if self.shape.ep == 1:
             return self._apply_experts(tokens, choices)
         everywhere = self._stage_ranks.gather((tokens, choices))
@@ -407,7 +430,7 @@ class Model:
         ).accumulate(gradient)
 
     def finish_gradients(self) -> ReadyGradients:
-        """Reduce gradients over the stage, and agree on their norm with all ranks."""
+        """Reduce gradients over the stage, and compute their norm over all ranks."""
         self._reduce_gradients(None)
         total = torch.zeros((), dtype=torch.float64)
         for weight in self.owned:
@@ -561,7 +584,7 @@ class Model:
         self.schedule += 1
 
     def gather(self) -> None:
-        """Make the sharded weights whole. Collective in the stage."""
+        """Gather the sharded weights. Collective in the stage."""
         sharded = [weight for weight in self.weights.values() if weight.is_sharded]
         for of_rank in self._stage_ranks.gather(
             [(w.range, w.values[w.owned]) for w in sharded]
@@ -706,7 +729,7 @@ class Model:
     def arm(self, phase: str, callback: Callable[[], None]) -> None:
         self._armed[phase] = callback
 
-    # What is compared
+    # State that tests compare
 
     def all_tensors(self) -> list[torch.Tensor]:
         states = [
@@ -740,8 +763,11 @@ class Model:
         return [weight for weight in self.owned if weight.operator in operators]
 
     def _owned_bytes(self) -> tuple[list[int], list[int]]:
-        """Return the bytes that this rank snapshots of each operator: with its whole
-        state, and to compute with it.
+        """Return the bytes that a snapshot of this rank takes of each operator.
+
+        Returns:
+            Bytes of each operator's whole state, and bytes of the compute weights. Both
+            include buffers.
         """
         of = {weight.operator: weight.master.numel() for weight in self.owned}
         buffers = sum(buffer.nbytes for buffer in self.buffers.values())
@@ -781,7 +807,7 @@ class TokenCounts:
 
 
 def _clip(gradients: ReadyGradients) -> float:
-    """Return what gradients are multiplied with before a step."""
+    """Return the factor by which gradients are multiplied before a step."""
     return 1.0 / max(1.0, gradients.total_norm or 0.0)
 
 

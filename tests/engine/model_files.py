@@ -1,6 +1,4 @@
-"""Whole checkpoints of a model whose ranks are threads: implements `ports.DurableState`
-with one file a rank.
-"""
+"""Whole checkpoints of a model whose ranks are threads, with one file for each rank."""
 
 from __future__ import annotations
 
@@ -16,8 +14,13 @@ from tests.engine.model import Model
 
 
 class ModelFiles:
-    """Layouts cannot change. Files are written at once; a save that `is_slow` is
-    complete when it is waited for.
+    """Implements `ports.DurableState`. Layouts cannot change.
+
+    Args:
+        model: The model of the rank.
+        ranks: All ranks of the job.
+        is_slow: Whether a save is complete only once `finish_save` waits. Files are
+            written at once in any case.
     """
 
     def __init__(self, model: Model, ranks: Ranks, *, is_slow: bool = False) -> None:

@@ -1,5 +1,6 @@
-"""A file system of a few megabytes in a test's folder, which the test fills, makes
-read-only, and mends again.
+"""A file system of 64 MiB in a test's folder.
+
+The test can fill the file system, make the file system read-only, and undo both.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class SmallDisk:
         self.path = path
 
     def fill(self, *, left_bytes: int = _PAGE_BYTES) -> None:
-        """Take all room but so much."""
+        """Take all room except `left_bytes`."""
         there = os.statvfs(self.path)
         with (self.path / "filling").open("wb") as file:
             os.posix_fallocate(
@@ -32,7 +33,7 @@ class SmallDisk:
             )
 
     def fill_to_the_last_page(self) -> None:
-        """Take all room, also while other threads write."""
+        """Take all room, even while other threads write."""
         with (
             (self.path / "filling").open("wb", buffering=0) as file,
             contextlib.suppress(OSError),
@@ -52,7 +53,7 @@ class SmallDisk:
 
 @contextmanager
 def small_disk(path: Path) -> Iterator[SmallDisk]:
-    """Mount a small disk at a folder. Skips the test where that is impossible."""
+    """Mount a small disk at a folder. Skip the test where mounting is impossible."""
     if os.geteuid() != 0:
         pytest.skip(
             "a file system of its own: got a process without root's privileges, wanted"

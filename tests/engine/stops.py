@@ -1,5 +1,6 @@
-"""Moments between iterations at which a test acts on a job of thread ranks, and the
-start after its end.
+"""Actions of a test between iterations of a job of thread ranks.
+
+The module also starts such a job again after its end.
 """
 
 from __future__ import annotations
@@ -15,12 +16,18 @@ from tests.waits import WAIT_S
 
 
 class StoppedError(Exception):
-    """An observer, in place of a scheduler, stops the job."""
+    """An observer stops the job, in place of a scheduler."""
 
 
 class At(Observer):
-    """Acts after an iteration while no rank trains, nor saves if it `settles`; `ends`
-    lets the job end there.
+    """Acts once on a job after an iteration, while no rank trains.
+
+    Args:
+        job: The job.
+        iteration: The iteration.
+        act: The action, which one of the ranks runs.
+        settles: Whether all ranks settle first: no rank saves during the action.
+        ends: Whether the job ends after the action.
     """
 
     def __init__(
@@ -53,8 +60,12 @@ class At(Observer):
 
 
 def started_again(job: ThreadJob) -> list[tuple[str, int]]:
-    """Start the job again once all memory is gone, and let it come to its end; return
-    the load of each rank.
+    """Start a job again after all memory is lost, and run the job to its end.
+
+    The end must equal the end of the job without faults.
+
+    Returns:
+        Source and iteration of each rank's load.
     """
     shutil.rmtree(job.folder / "memory")
     before = [len(job.events(StateResumed, rank)) for rank in job.ranks]

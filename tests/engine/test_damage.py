@@ -1,8 +1,7 @@
-"""Memory that cannot be trusted is refused by name, and the next better source is
-taken; failing copies stop nothing.
+"""Damaged memory is refused by name, and the next best source is used.
 
-Rank 1, the second of two stages, loses its state in iteration 11; windows 1 to 3, 4 to
-6 and 7 to 9 are complete.
+Copies that fail stop nothing. Rank 1, the second of two stages, loses its state in
+iteration 11. The windows of iterations 1 to 3, 4 to 6 and 7 to 9 are complete by then.
 """
 
 from __future__ import annotations
@@ -112,9 +111,7 @@ def _flip_a_byte_of_the_boundary_log(memory: RankMemory) -> None:
 
 
 def _have_no_memory_for_the_boundary_log(memory: RankMemory) -> None:
-    """Refuse the memory of one tensor of the boundary log, that of the iteration under
-    way.
-    """
+    """Refuse memory for one tensor in the boundary log of the current iteration."""
     buffers = memory.buffers[0]
     acquire = buffers.acquire
 
@@ -139,8 +136,9 @@ def test_a_gap_in_boundary_logs_rolls_all_back(
 
 
 def test_only_what_the_plan_takes_is_read(tmp_path: Path) -> None:
-    """The stage that lost nothing serves iterations 8 to 10; its windows and older logs
-    cost the recovery no time.
+    """The intact stage serves iterations 8 to 10.
+
+    The recovery spends no time on windows and older logs of the intact stage.
     """
     job = job_of(tmp_path, keep_windows=2)
 
@@ -175,8 +173,9 @@ def test_a_snapshot_that_fails_stops_nothing_and_no_rank_keeps_its_window(
 def test_a_snapshot_may_be_hashed_after_its_window_was_dropped(
     policy: str, tmp_path: Path
 ) -> None:
-    """That of rank 1 cannot be copied, and rank 0 publishes its own only after all have
-    dropped the window.
+    """Rank 1's snapshot cannot be copied, so all ranks drop the window.
+
+    Only afterwards rank 0 publishes its own snapshot of the window.
     """
     job = ThreadJob(tmp_path, config(policy, every_iters=2), PAIR, iterations=8)
     all_dropped = threading.Event()
@@ -218,9 +217,7 @@ def test_a_snapshot_that_fails_ends_a_strict_job(tmp_path: Path) -> None:
 
 
 def test_logs_end_although_no_window_is_ever_complete(tmp_path: Path) -> None:
-    """Nothing leads from the initial snapshot to a late iteration any more, so nothing
-    of the logs is needed.
-    """
+    """Logs that no longer lead from the initial snapshot to the state are dropped."""
 
     def logged_after(iterations: int) -> list[int]:
         folder = tmp_path / str(iterations)
@@ -246,8 +243,9 @@ def test_logs_end_although_no_window_is_ever_complete(tmp_path: Path) -> None:
 def test_a_snapshot_that_the_loss_tears_is_taken_again(
     phase: str, number: int, again: int, tmp_path: Path
 ) -> None:
-    """Rank 1's copy waits until its state is lost; a second loss starts from the same
-    snapshot, taken again.
+    """Rank 1's copy waits until the rank's state is lost.
+
+    The recovery from a second loss starts from the same snapshot, taken again.
     """
     losses = [
         StateLoss(iteration=5, stage=1, phase=phase),
@@ -270,7 +268,7 @@ def test_a_snapshot_that_the_loss_tears_is_taken_again(
                 and engine._capture is not None
                 and not lost.wait(0.001)
             ):
-                pass  # until the capture is discarded, or the state under it is gone
+                pass  # until the capture is discarded, or the captured state is gone
             return take(*arguments)
 
         def wipe_first() -> None:

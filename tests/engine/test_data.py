@@ -1,5 +1,6 @@
-"""Batches from iterators without random access: each recovery ends as if batches were
-read by their numbers.
+"""Batches from iterators: recoveries end as if batches were read by their numbers.
+
+The iterators have no random access.
 """
 
 from __future__ import annotations
@@ -89,8 +90,9 @@ def made(
 def test_a_job_on_an_iterator_ends_as_without_faults(
     policy: str, stream: type[Stream], tmp_path: Path
 ) -> None:
-    """Batches of 14 iterations do not fit into the bound: older ones are dropped as
-    windows replace each other.
+    """Batches of 14 iterations exceed the bound.
+
+    Older batches are dropped as windows replace each other.
     """
     faults = (
         Fault(rank=1, phase=Phase.BACKWARD, iteration=4),
@@ -115,9 +117,7 @@ def test_a_job_on_an_iterator_recovers_from_its_first_iterations(
 
 
 def test_a_stream_with_state_continues_from_a_whole_checkpoint(tmp_path: Path) -> None:
-    """The whole pair dies with its memory: the state on disk leads on, in new
-    processes.
-    """
+    """Both ranks die with their memory, and new workers continue from disk."""
     everything = Fault(
         rank=0, also=(1,), phase=Phase.FORWARD, iteration=7, loses_memory=True
     )

@@ -1,6 +1,4 @@
-"""Which window has which role on its way to disk, through successes, failures and
-restarts.
-"""
+"""Roles of windows on their way to disk, through successes and failures."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from tests.waits import WAIT_S
 
 
 class Disk:
-    """Windows on their way to a disk that is as fast as the test says."""
+    """Windows on their way to a disk whose writes end when the test says so."""
 
     def __init__(
         self, folder: Path, *, strict: bool = False, copy_s: float = WAIT_S

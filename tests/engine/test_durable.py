@@ -1,5 +1,6 @@
-"""Whole checkpoints: the marker comes last and names every file, and only what it
-describes is loaded.
+"""Whole checkpoints: only files that the marker describes are loaded.
+
+The marker is written last, and names every file.
 """
 
 from __future__ import annotations
@@ -97,9 +98,7 @@ def test_a_file_that_changes_before_the_commit_is_not_accepted(tmp_path: Path) -
 
 
 class OnDiskOfItsOwn(OneFileEach):
-    """Rank 1's directory is not that of rank 0: it is not on a file system that both
-    share.
-    """
+    """Each rank has a directory of its own: the ranks share no file system."""
 
     def start_save(self, directory: Path, iteration: int) -> None:
         own = directory.parent / f"of-rank{self.ranks.rank}"
@@ -157,7 +156,7 @@ def test_an_abandoned_save_is_never_committed(tmp_path: Path) -> None:
 
 
 def test_no_save_starts_while_any_rank_writes_an_abandoned_one(tmp_path: Path) -> None:
-    """Its files would get into the directory of the next."""
+    """Files of the abandoned save would get into the directory of the next save."""
 
     def save(ranks: Ranks) -> None:
         state = OneFileEach(ranks, is_slow=True)
@@ -176,8 +175,9 @@ def test_no_save_starts_while_any_rank_writes_an_abandoned_one(tmp_path: Path) -
 def test_older_checkpoints_are_dropped_and_later_ones_stay(
     keep: int, tmp_path: Path
 ) -> None:
-    """A later one is there because it could not be used, and a torn one below the
-    newest is of no use.
+    """A later checkpoint exists because the checkpoint could not be used.
+
+    A torn checkpoint older than the newest one is useless.
     """
     _save(tmp_path, 9)
     _directory(tmp_path, 1).mkdir()
@@ -275,9 +275,7 @@ def test_a_state_of_another_layout_is_loaded_as_such_and_reported(
 def _job(
     folder: Path, *faults: Fault, policy: str = "gemini", **settings: Any
 ) -> ThreadJob:
-    """Return a job with checkpoints after iterations 2, 4 and 6, whose nodes keep no
-    copies.
-    """
+    """Return a job with checkpoints after iterations 2, 4 and 6, and without copies."""
     extra = (
         {"every_iters": 3, "replicas": 0}
         if policy == "gemini"
@@ -362,8 +360,9 @@ def test_without_a_usable_checkpoint_the_error_says_what_was_tried(
 
 
 def test_a_save_that_a_fault_cuts_off_is_abandoned(tmp_path: Path) -> None:
-    """Writers finish when they are waited for: the save of iteration 2 is under way
-    when rank 1 dies in 3.
+    """The save of iteration 2 is in progress when rank 1 dies in iteration 3.
+
+    A save finishes only once the job waits for the save.
     """
     job = _job(
         tmp_path, Fault(rank=1, phase=Phase.BACKWARD, iteration=3), policy="moevement"
@@ -387,8 +386,9 @@ def test_a_save_that_fails_is_reported_and_training_goes_on(tmp_path: Path) -> N
 
 
 def test_a_checkpoint_stays_while_its_iteration_is_saved_again(tmp_path: Path) -> None:
-    """After a rollback; the second save fails. The third one takes the place of
-    both.
+    """As after a rollback, iteration 4 is saved again, and the second save fails.
+
+    The third save takes the place of the first and the second.
     """
     _save(tmp_path, 4)
 

@@ -1,5 +1,6 @@
-"""What is told of experts: whole windows only, orders that are new, and of a long run
-not every window.
+"""Events about experts describe whole windows, and only new orders.
+
+In a long run, only some windows have events.
 """
 
 from __future__ import annotations
@@ -46,8 +47,12 @@ class Told:
         *counts: float,
         slots: tuple[tuple[int, ...], ...] = ((1, 4), (0, 2, 3, 5)),
     ) -> None:
-        """Let a window begin, for which the policy asks if `counts` are given; `slots`
-        are positions in the table.
+        """Begin a window, and take the snapshots of all slots.
+
+        Args:
+            start: Iteration at which the window starts.
+            counts: Popularity of each expert, if the policy asks for the popularity.
+            slots: Positions of the operators of each slot in the table.
         """
         if counts:
             self.of.measured(np.array(counts, np.float64))

@@ -1,6 +1,4 @@
-"""The fallback where ranks know different things: a rank that was replaced has seen
-nothing of what others have.
-"""
+"""The fallback when a replaced rank lacks the observations of other ranks."""
 
 from __future__ import annotations
 
@@ -80,7 +78,7 @@ def test_states_saved_since_a_bad_load_are_passed_over_and_named(
 
 
 def test_ranks_agree_on_the_source_of_an_earlier_loss() -> None:
-    """The loss of iteration 9 is blamed twice; rank 0 is replaced in between."""
+    """Iteration 9's loss is blamed on two sources; rank 0 is replaced in between."""
 
     def blame_in_turn(ranks: Ranks) -> list[bool]:
         suspects = Suspects(ranks, 2)
@@ -105,7 +103,7 @@ def test_a_source_is_suspected_for_so_many_iterations(
 
 
 def test_a_source_is_suspected_by_ranks_that_have_not_noted_its_load() -> None:
-    """They were cut off in the recovery."""
+    """Such ranks were cut off in the recovery."""
 
     def source_of(ranks: Ranks) -> Source | None:
         suspects = Suspects(ranks, 2)
@@ -117,7 +115,7 @@ def test_a_source_is_suspected_by_ranks_that_have_not_noted_its_load() -> None:
 
 
 def test_a_source_without_a_better_one_is_blamed_once(tmp_path: Path) -> None:
-    """All go back to memory at 3; the losses of 4 and 5 are infinite."""
+    """All ranks go back to memory at 3; the losses of 4 and 5 are infinite."""
     fault = Fault(rank=1, phase=Phase.BACKWARD, iteration=5)
     job = ThreadJob(tmp_path, config("gemini", every_iters=3), PAIR, faults=[fault])
     job.on_worker.append(
@@ -128,8 +126,9 @@ def test_a_source_without_a_better_one_is_blamed_once(tmp_path: Path) -> None:
 
 
 def test_windows_that_all_ranks_have_left_are_dropped_by_peers(tmp_path: Path) -> None:
-    """All go back to memory at 6, the loss of 7 is infinite, and they go down to the
-    checkpoint at 4.
+    """All ranks go back to memory at iteration 6.
+
+    The loss of iteration 7 is infinite, and all ranks load the checkpoint at 4.
     """
     fault = Fault(rank=1, phase=Phase.BACKWARD, iteration=7)
     job = ThreadJob(

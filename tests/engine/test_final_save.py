@@ -1,5 +1,6 @@
-"""The last save of a job that is stopped, without its workers' help: the next start
-goes on from it, bit for bit.
+"""The last save of a stopped job: the next start continues from it, bit for bit.
+
+The save does not need the help of the job's workers.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from tests.waits import WAIT_S
 def stopped(
     folder: Path, policy: str, *, after: int = 5, shape: Shape = PAIR, **settings: Any
 ) -> ThreadJob:
-    """Return a job that was stopped after an iteration; its ranks' memory is there."""
+    """Return a job that was stopped after an iteration. Memory of the ranks remains."""
     job = ThreadJob(folder, config(policy, **settings), shape, settles=True)
     At(job, after, ends=True)
     with pytest.raises(StoppedError):
@@ -51,13 +52,13 @@ def stopped(
 
 
 def saved(memory: Path) -> list[int]:
-    """Save a rank for the last time; return the iterations that its disk leads to."""
+    """Run a rank's last save; return the iterations to which the rank's disk leads."""
     save_last(memory)
     return saved_iterations(memory)
 
 
 def limit_disk(job: ThreadJob, rank: int, limit_bytes: int) -> None:
-    """Let a rank's last save take so many bytes of its disk at most."""
+    """Limit the bytes that a rank's last save may take on the rank's disk."""
     target = SaveTarget(
         path=str(job.disk(rank)),
         limit_bytes=limit_bytes,
@@ -115,7 +116,7 @@ def test_where_one_rank_was_too_late_all_go_on_from_the_save_before(
 
 @pytest.mark.parametrize("fails", [False, True], ids=["never began", "failed"])
 def test_where_a_rank_never_saved_all_begin_anew(fails: bool, tmp_path: Path) -> None:
-    """The disk of rank 1 proves it: no state was ever on all disks."""
+    """The disk of rank 1 proves that no state was ever on all disks."""
     job = stopped(tmp_path, "moevement", window=1, pause_iters=1)
     assert saved(job.memory(0))[-1] == 5
     if fails:
@@ -157,7 +158,7 @@ def test_a_rank_whose_memory_is_being_replaced_saves_what_is_whole(
     folders = [BlobFolder(own_path(job.memory(rank))) for rank in job.ranks]
     for folder in folders:
         folder.incoming()
-    folders[1].keep_incoming()  # nothing, as before a load from disks
+    folders[1].keep_incoming()  # keeps no blob, as before a load from disks
     assert saved(job.memory(0))[-1] == 4
     assert saved(job.memory(1)) == []
 
@@ -248,8 +249,9 @@ def test_an_intact_window_beside_a_damaged_one_counts(tmp_path: Path) -> None:
 def test_no_rank_says_that_it_is_safe_to_kill_at_a_damaged_window(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As after a start that has refused the windows on disk: nothing in memory replaces
-    them.
+    """The ranks are as after a start that has refused the windows on disk.
+
+    No window in memory replaces the refused windows.
     """
     job = stopped(tmp_path, "moevement", window=1, pause_iters=1)
     save_last(job.memory(1))
@@ -290,8 +292,9 @@ def test_a_last_save_that_a_disk_ends_is_one_line(
 def test_a_disk_with_room_for_the_older_window_alone_has_that(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All ranks may have it: this one says which, although its newest window is not
-    saved.
+    """All ranks may have the older window.
+
+    So rank 1 reports the older window, although the newest window is not saved.
     """
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     job = stopped(tmp_path, "moevement", window=1, pause_iters=1, keep_windows=2)
@@ -315,7 +318,7 @@ def test_a_disk_with_room_for_the_older_window_alone_has_that(
 def test_a_rank_that_is_cut_off_saves_and_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No store answers: whether the job is safe to kill is for the others to say."""
+    """No store answers: only other ranks can report that the job is safe to kill."""
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     job = stopped(tmp_path, "moevement", window=1, pause_iters=1)
     assert run_elastic._save_last(place_of(job, 0), WAIT_S) == 0
@@ -329,7 +332,7 @@ def test_a_rank_that_is_cut_off_saves_and_says_so(
 
 
 class SlowRanks(dist.HashStore):
-    """The store of a job whose other ranks report once they are waited for."""
+    """A job's store to which other ranks report once a rank waits for the reports."""
 
     def wait(
         self, keys: list[str], timeout: timedelta = timedelta(seconds=WAIT_S)
@@ -343,7 +346,7 @@ class SlowRanks(dist.HashStore):
 def test_the_rank_with_the_store_waits_for_the_others_reports(
     rank: int, hosts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store ends with its supervisor."""
+    """The store ends with the supervisor of the rank that hosts the store."""
     store, answers = SlowRanks(), list[int | None]()
     monkeypatch.setattr(run_elastic, "open_store", lambda part: store)
     if hosts:

@@ -1,7 +1,7 @@
-"""Shared memory without room: one error at the start, and later a replacement all the
-same, bit for bit.
+"""Shared memory without room: one error at the start, and exact replacements later.
 
-The memory of all ranks is one small tmpfs, which a stranger fills.
+Ranks are replaced while the memory is full, bit for bit. The memory of all ranks is one
+small tmpfs, which a file that belongs to no rank fills.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def test_ranks_are_replaced_while_the_memory_is_full(
         exact(job)
 
 
-LEFT_BYTES = 80 << 10  # room for small files, and not for the snapshots of these ranks
+LEFT_BYTES = 80 << 10  # room for small files, but not for the ranks' snapshots
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,9 @@ def test_a_memory_that_is_too_small_is_one_error_before_iteration_1(
 
 
 def test_windows_may_grow_beyond_a_small_memory(tmp_path: Path) -> None:
-    """With window=auto training begins with windows of one slot: more slots come if
-    there is room.
+    """With window=auto, training begins with windows of one slot.
+
+    Windows get more slots if there is room.
     """
     with small_disk(tmp_path / "memory") as memory:
         memory.fill(left_bytes=8 * LEFT_BYTES)
@@ -95,8 +96,9 @@ def test_windows_may_grow_beyond_a_small_memory(tmp_path: Path) -> None:
 
 
 def test_a_start_from_windows_in_a_full_memory_goes_on(tmp_path: Path) -> None:
-    """As after torchrun has started all ranks again: the windows there are no room that
-    lacks.
+    """The second job starts as after torchrun has started all ranks again.
+
+    Room that existing windows take does not count as missing.
     """
     with small_disk(tmp_path / "memory") as memory:
         job = ThreadJob(tmp_path, config("moevement", window=2, pause_iters=0), PAIR)

@@ -1,6 +1,4 @@
-"""Ranks that have read different inputs learn so before they train together, and which
-input it is.
-"""
+"""Ranks that read different inputs fail before training, and name the input."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What a snapshot adds to training: by stopping it, and by slowing down the iterations
-in which it is copied.
+"""Seconds that a snapshot adds to training.
+
+A snapshot stops training, and slows down the iterations in which the snapshot is
+copied.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from moe_ckpt.types import ENOUGH_WINDOWS
 
 
 class Loop:
-    """Iterations that take as long as they are told to."""
+    """Iterations of given durations, on a simulated clock."""
 
     def __init__(self, warm_up_s: float = 9.0) -> None:
         self.now_s = 0.0

@@ -1,5 +1,6 @@
-"""ckpt.capture=mirror with ranks that are threads: servers make the training's states
-of captured gradients.
+"""ckpt.capture=mirror with ranks that are threads.
+
+Servers compute the states of training from captured gradients.
 """
 
 from __future__ import annotations
@@ -75,8 +76,9 @@ def test_a_killed_rank_goes_back_to_captured_states(
 
 
 def test_an_iteration_that_captures_lack_costs_a_snapshot(tmp_path: Path) -> None:
-    """Operation 0 is the mark: 3 is iteration 3. In stage 1 none of its frames reaches
-    a port.
+    """In stage 1, no frame of iteration 3 reaches a port.
+
+    Operation 0 is the mark, so operation 3 belongs to iteration 3.
     """
     job = ThreadJob(tmp_path, mirrored(), Shape(), iterations=9)
     job.wire.is_lost = lambda stage, operation: (stage, operation) == (1, 3)

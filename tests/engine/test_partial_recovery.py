@@ -1,10 +1,9 @@
-"""Recoveries from partial checkpoints: which version of each unit every rank loads,
-from where, and what that costs.
+"""Recoveries from partial checkpoints: versions and sources of units, and the cost.
 
-Three jobs of two ranks: in APART each rank is a stage with experts of its own, in
-TOGETHER both have a piece of each expert, in SPREAD each has half of the experts. In a
-job that `settles`, a fault as iteration 5 begins finds snapshot 4 in memory and on
-peers, and 3 on disk.
+There are three jobs of two ranks. In APART each rank is a stage with experts of its
+own. In TOGETHER both ranks have a piece of each expert. In SPREAD each rank has half of
+the experts. In a job that `settles`, a fault at the beginning of iteration 5 finds
+snapshot 4 in memory and on peers, and snapshot 3 on disk.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def _all_of(policy: str, shape: Shape, **settings: Any) -> dict[str, Any]:
 def _partial(
     folder: Path, policy: str, shape: Shape, faults: Sequence[Fault], **settings: Any
 ) -> ThreadJob:
-    """Return a job of which each snapshot takes one expert."""
+    """Return a job whose snapshots take one expert each."""
     made = config(policy, **SETTINGS[policy] | settings)
     return ThreadJob(folder, made, shape, iterations=6, faults=faults, settles=True)
 
@@ -76,8 +75,9 @@ def _partial(
 def _whole(
     folder: Path, policy: str, shape: Shape, faults: Sequence[Fault], **settings: Any
 ) -> ThreadJob:
-    """Return a job of which each snapshot takes all experts: every state is compared
-    with that without faults.
+    """Return a job whose snapshots take all experts.
+
+    Every state is compared with the state in the job without faults.
     """
     made = config(policy, **_all_of(policy, shape, **settings))
     return ThreadJob(
@@ -100,15 +100,23 @@ ALL_LOST = Fault(rank=1, phase=Phase.FORWARD, iteration=5, also=(0,), loses_memo
 
 @dataclass(frozen=True, kw_only=True)
 class Whole:
-    """A job with all experts in each snapshot, and the iterations that its ranks go
-    back to, or may go back to.
-    """
+    """A case of a job with all experts in each snapshot."""
 
     faults: Sequence[Fault]
+
     back_to: Sequence[int | Collection[int]]
+    """Iteration to which all ranks go back in each recovery.
+
+    A collection has all allowed iterations.
+    """
+
     shape: Shape = APART
+
     policies: Sequence[str] = ("moc",)
+    """Policies for which the case runs."""
+
     settings: dict[str, Any] = field(default_factory=dict)
+    """Further settings of the policy."""
 
 
 def _dies(phase: Phase, iteration: int = 4, rank: int = 1, **more: Any) -> Fault:
@@ -210,8 +218,9 @@ def test_with_all_experts_nothing_is_lost(
 
 
 def _of_lost_rank(place: str, shape: Shape) -> PlaceOf:
-    """Return where units come from after rank 1 has lost its memory: those that it has
-    a piece of from elsewhere.
+    """Return the places from which units come after rank 1 has lost its memory.
+
+    Units of which rank 1 has a piece come from `place`, and all others from memory.
     """
 
     def place_of(stage: int, expert: int) -> str:
@@ -321,8 +330,9 @@ def test_a_lost_rank_loads_older_experts_and_others_their_own(
 def test_a_torn_snapshot_is_passed_over(
     place: str, is_gone: Callable[[int], Choice], tmp_path: Path
 ) -> None:
-    """A worker that dies while it publishes a snapshot leaves some of its units; with
-    older ones they would not fit.
+    """A worker that dies while it publishes a snapshot leaves some of the units.
+
+    Such units would not fit older units.
     """
     torn = {"own": 4, "held": 4, "disk": 3}[place]
 
@@ -352,8 +362,9 @@ def test_a_torn_snapshot_is_passed_over(
 def test_a_damaged_unit_comes_from_another_place(
     policy: str, elsewhere: str, tmp_path: Path
 ) -> None:
-    """Of the only version of an expert in own memory a bit is wrong; the version
-    elsewhere is the same.
+    """A bit is wrong in the only version of an expert in the rank's own memory.
+
+    Another place has the same version.
     """
     damaged: list[str] = []
 
@@ -388,7 +399,7 @@ def test_a_damaged_core_takes_all_ranks_one_snapshot_further_back(
 
 
 def _foreign_run(folder: Path) -> Path:
-    """Return the memory of rank 1 after a job of another run, which is ahead."""
+    """Return the memory of rank 1 after a job of another run, which trained further."""
     other = ThreadJob(
         folder / "other",
         config("moc", **SETTINGS["moc"]),
@@ -411,7 +422,7 @@ def _foreign_run(folder: Path) -> Path:
 def test_foreign_units_are_refused(
     foreign_of: Callable[[Path], Path], reason: str, tmp_path: Path
 ) -> None:
-    """They lie where this rank's memory was; the disk has its own."""
+    """Rank 1's memory has foreign units, and rank 1's disk has the rank's own units."""
 
     def put_in_its_place(job: ThreadJob) -> None:
         shutil.rmtree(own_path(job.memory(1)), ignore_errors=True)
@@ -435,7 +446,7 @@ def test_foreign_units_are_refused(
 
 
 def _epochs_in(job: ThreadJob) -> set[int]:
-    """Return the epochs of all units in own memories."""
+    """Return the epochs of all units in the ranks' own memory."""
     units = [
         unit
         for rank in job.ranks
@@ -472,8 +483,9 @@ def test_every_recovery_begins_an_epoch(
 
 
 def test_after_a_checkpoint_nothing_on_disks_is_of_the_epoch(tmp_path: Path) -> None:
-    """Rank 1's disk is lost with all memory: iterations that rank 0's disk has come
-    again, and may differ.
+    """Rank 1's disk and all memory are lost.
+
+    Rank 0's disk has units of iterations that may run again, and may differ then.
     """
     left: set[int] = set()
 
@@ -530,7 +542,7 @@ NOTHING_LEFT = Fault(
 def test_where_memory_is_no_use_all_go_to_disk(
     settings: dict[str, Any], source: str | None, tmp_path: Path
 ) -> None:
-    """The recovery itself looks at local disks; checkpoints are the next step down."""
+    """The recovery itself reads local disks. Checkpoints are the next level below."""
     job = exact(_whole(tmp_path, "moetion", APART, [NOTHING_LEFT], **settings))
     assert _back_to(job) == [3]
     resumed = job.events(StateResumed)
@@ -544,8 +556,9 @@ def test_where_memory_is_no_use_all_go_to_disk(
 
 
 def test_after_a_checkpoint_ranks_of_a_stage_account_alike(tmp_path: Path) -> None:
-    """The checkpoint has no account: the surviving rank begins a new one, as its
-    replaced peer does.
+    """The checkpoint has no token account.
+
+    The surviving rank begins a new account, as its replaced peer does.
     """
     job = _partial(tmp_path, "moetion", TOGETHER, [NOTHING_LEFT], durable_every_iters=3)
     job.run()
@@ -575,8 +588,9 @@ def test_where_nothing_is_left_the_job_says_so(tmp_path: Path) -> None:
 
 
 def test_copies_that_a_peer_cannot_send_count_as_none(tmp_path: Path) -> None:
-    """When all have planned with them they are gone: all plan again, and rank 1 loads
-    its units from disk.
+    """The copies disappear after all ranks have planned with the copies.
+
+    All ranks plan again, and rank 1 loads its units from disk.
     """
     job = _partial(
         tmp_path, "moetion", APART, [NODE_LOST], experts=2, disk_every_iters=1
@@ -596,8 +610,9 @@ def test_copies_that_a_peer_cannot_send_count_as_none(tmp_path: Path) -> None:
 
 
 def test_units_that_a_dead_worker_left_fail_no_place(tmp_path: Path) -> None:
-    """A worker that dies in its recovery leaves fetched units: the next one does not
-    take them for those of a peer.
+    """A worker that dies in its recovery leaves fetched units.
+
+    The next worker does not mistake such units for units of a peer.
     """
 
     def leave_units(job: ThreadJob) -> None:
@@ -626,8 +641,9 @@ def test_units_that_a_dead_worker_left_fail_no_place(tmp_path: Path) -> None:
 def test_experts_double_where_faults_cost_too_much(
     settings: dict[str, Any], sizes: list[int], tmp_path: Path
 ) -> None:
-    """The number that a recovery has come to is in the snapshots, and counts after the
-    next.
+    """Snapshots store the number of experts that a recovery has chosen.
+
+    The stored number holds after the next recovery.
     """
     faults = [_dies(Phase.BACKWARD, 3), _dies(Phase.BACKWARD, 5, rank=0)]
     job = _partial(
@@ -676,13 +692,13 @@ def test_units_of_another_run_on_disk_are_no_start(tmp_path: Path) -> None:
 
 
 MANY = Shape(pp=2, dp=1, experts=6)
-"""A snapshot takes one of six experts: the same one comes again after the job's end."""
+"""A snapshot takes one of six experts. An expert's next turn is after the job's end."""
 
 
 def test_a_unit_whose_write_failed_is_written_with_the_next_snapshot(
     tmp_path: Path,
 ) -> None:
-    """Until then the expert stays on disk as it was at first."""
+    """Until then the disk keeps the initial state of the expert."""
     job = _partial(
         tmp_path,
         "moc",
@@ -713,7 +729,7 @@ def test_a_unit_whose_write_failed_is_written_with_the_next_snapshot(
 def test_an_epoch_whose_first_snapshot_failed_replaces_none(
     shape: Shape, phase: Phase, iteration: int, back_to: int, tmp_path: Path
 ) -> None:
-    """Until a snapshot takes all experts once more, which the second one does."""
+    """Older snapshots stay until one takes all experts again, as the second does."""
     faults = [_dies(Phase.BACKWARD, 3), _dies(phase, iteration)]
     job = _partial(tmp_path, "moc", shape, faults, disk_every_iters=0)
 
@@ -727,8 +743,9 @@ def test_an_epoch_whose_first_snapshot_failed_replaces_none(
 
 
 def test_epochs_go_on_where_all_begin_anew(tmp_path: Path) -> None:
-    """All go back to the beginning twice, the second time without a snapshot; then a
-    node is lost.
+    """All ranks go back to the beginning twice, the second time without a snapshot.
+
+    Then a node is lost.
     """
     faults = [_dies(Phase.BACKWARD, 2), _dies(Phase.BACKWARD, 1), NODE_LOST]
     job = exact(

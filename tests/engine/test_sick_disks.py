@@ -1,8 +1,8 @@
-"""Disks that are full, read-only or stopped while a job saves: a clear line, exact
-training, nothing lost, then saves.
+"""Disks that are full, read-only or stopped while a job saves.
 
-The disk of rank 1 fails after iteration 3, and is mended after iteration 8: a tmpfs,
-and a writer that stands still.
+The job logs a clear line, trains exactly and loses nothing. Once the disk is mended,
+the job saves again. The disk of rank 1 fails after iteration 3, and is mended after
+iteration 8. The tests use a tmpfs, or a writer that stands still.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ CHECKPOINTS = Path("checkpoints")
 
 @dataclass(frozen=True, kw_only=True)
 class Sickness:
-    """A way of a disk to fail, and back; `says` is in the reason of the failed
-    saves.
-    """
+    """A way in which a disk fails and is mended."""
 
     break_it: Callable[[SmallDisk], object]
+
     mend_it: Callable[[SmallDisk], object]
+
     says: str
+    """Text in the reason of failed saves."""
 
 
 FULL = Sickness(
@@ -60,7 +61,8 @@ SAVING: dict[str, dict[str, Any]] = {
     "moevement": {"window": 1, "pause_iters": 1, "disk_every_iters": 2},
     "checkfreq": {"every_iters": 2},
 }
-# a full disk that holds two snapshots of checkfreq drops the older one, and has room
+# no case of checkfreq on a full disk: of two snapshots there, checkfreq drops the older
+# one, and the disk has room
 CASES = pytest.mark.parametrize(
     ("policy", "sickness"),
     [("moevement", FULL), ("moevement", READ_ONLY), ("checkfreq", READ_ONLY)],
@@ -116,8 +118,9 @@ def test_training_goes_on_and_saves_again_once_the_disk_is_mended(
 def test_a_state_that_was_saved_before_outlives_a_sick_disk(
     policy: str, sickness: Sickness, tmp_path: Path
 ) -> None:
-    """The job ends while only the healthy disk has newer states: all ranks go on from
-    the newest that both have.
+    """The job ends while only the healthy disk has newer states.
+
+    All ranks continue from the newest state that both disks have.
     """
     with small_disk(tmp_path / DISK) as disk:
         job = job_in(tmp_path, policy)
@@ -149,8 +152,9 @@ def test_whole_checkpoints_go_on_once_their_disk_is_mended(
 
 
 def test_disks_that_fail_in_turn_keep_a_state_that_both_have(tmp_path: Path) -> None:
-    """Rank 1 lacks the window that rank 0 wrote last, and rank 0 the two after it: the
-    first of all serves.
+    """Rank 1 lacks rank 0's last window, and rank 0 lacks the two windows after it.
+
+    All ranks continue from the first window of all.
     """
     with (
         small_disk(tmp_path / "snapshots" / "rank0000") as first,
@@ -194,8 +198,9 @@ def writer_that_stands_still(job: ThreadJob, *, since: int, until: int) -> None:
 def test_a_slow_disk_gets_its_window_though_later_ones_stay_in_memory(
     policy: str, tmp_path: Path
 ) -> None:
-    """The write of the window for the disk takes as long as two later windows, neither
-    of which goes to disk.
+    """The write of the window for the disk takes as long as two later windows.
+
+    Neither of the later windows goes to disk.
     """
     often: dict[str, Any] = {
         "moevement": {"window": 1, "pause_iters": 1},
@@ -216,8 +221,9 @@ def test_a_slow_disk_gets_its_window_though_later_ones_stay_in_memory(
 
 
 def test_training_goes_on_while_the_writer_stands_still(tmp_path: Path) -> None:
-    """It waits for the writer for `copy_s`, half a second here, before each window for
-    the disk.
+    """Before each window for the disk, training waits for the writer for `copy_s`.
+
+    `copy_s` is half a second here.
     """
     job = ThreadJob(
         tmp_path,
@@ -246,8 +252,9 @@ def test_training_goes_on_while_the_writer_stands_still(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("when", ["from the start", "after a window of all"])
 def test_a_sick_disk_does_not_fill_the_others(when: str, tmp_path: Path) -> None:
-    """Rank 1's disk takes nothing for good, and a fault begins a generation that has
-    not seen it take anything.
+    """Rank 1's disk refuses all writes for good.
+
+    A fault begins a generation in which the disk has never taken a window.
     """
     with small_disk(tmp_path / DISK) as disk:
         job = job_in(tmp_path, "moevement", [DEATH])
@@ -280,8 +287,9 @@ def test_a_disk_that_is_read_only_at_the_next_start_is_read(tmp_path: Path) -> N
 def test_the_older_window_that_a_start_has_loaded_stays_on_all_disks(
     tmp_path: Path,
 ) -> None:
-    """The newest window on rank 1's disk is damaged, and that disk takes nothing after
-    the start.
+    """The newest window on rank 1's disk is damaged.
+
+    Rank 1's disk refuses all writes after the start.
     """
     job = job_in(tmp_path, "moevement")
     At(job, MENDED_AT, ends=True)
@@ -318,8 +326,9 @@ def test_a_disk_that_is_read_only_from_the_start_ends_no_job(tmp_path: Path) -> 
 def test_a_disk_with_input_errors_ends_no_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing on rank 1's disk can be listed, in the generation in which that begins,
-    nor in the next.
+    """No folder on rank 1's disk can be listed after iteration 3.
+
+    A fault begins a second generation, which cannot list the disk either.
     """
     job = job_in(tmp_path, "moevement", [DEATH])
     broken: list[Path] = []

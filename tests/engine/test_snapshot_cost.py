@@ -1,5 +1,6 @@
-"""Seconds that snapshots add to training: pairs of busy and quiet iterations, fitted by
-number and bytes.
+"""Seconds that snapshots add to training, from pairs of busy and quiet iterations.
+
+The seconds are fitted by number and bytes of snapshots.
 """
 
 from __future__ import annotations
@@ -61,8 +62,14 @@ def measured(
     stall_s: float = 0.0,
     forgotten: Collection[int] = (),
 ) -> SnapshotCost:
-    """Return the costs after blocks of busy iterations, a snapshot of 10 bytes each,
-    and one quiet iteration.
+    """Return the costs after blocks of busy iterations and one quiet iteration each.
+
+    Args:
+        blocks: Seconds of each busy iteration, with a snapshot of 10 bytes each, and
+            seconds of the quiet iteration at the end of the block.
+        first_s: Seconds of the quiet iteration before the first block.
+        stall_s: Seconds for which each snapshot stalls training.
+        forgotten: Numbers of blocks that are dropped, from 0.
     """
     cost = SnapshotCost()
     cost.iteration_finished(first_s, is_quiet=True)
@@ -80,8 +87,9 @@ def measured(
 
 
 def test_a_machine_that_gets_faster_makes_snapshots_neither_free_nor_dear() -> None:
-    """Each block lies between quiet iterations of its own, 10.5 s and 9.5 s at first,
-    and stalls for 0.25 s.
+    """Each block lies between quiet iterations of its own, and stalls for 0.25 s.
+
+    The quiet iterations of the first block take 10.5 s and 9.5 s.
     """
     blocks = [((10.0 - number,), 9.5 - number) for number in range(ENOUGH_WINDOWS)]
     assert measured(*blocks, first_s=10.5, stall_s=0.25).fit(10) == pytest.approx(

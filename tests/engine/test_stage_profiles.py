@@ -1,5 +1,6 @@
-"""Profiles of all stages: the same on every rank as each stage has them, described once
-for each kind of stage.
+"""All ranks get the profiles of all stages, each equal to the stage's own profile.
+
+Each kind of stage is described once.
 """
 
 from __future__ import annotations

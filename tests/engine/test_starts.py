@@ -1,5 +1,6 @@
-"""The next start of a run goes on from its snapshots on local disks, and from nothing
-else that lies there.
+"""The next start of a run continues from the run's snapshots on local disks.
+
+The start uses nothing else on the disks.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ POLICIES = {
 def start(
     folder: Path, policy: str, iterations: int, *, run_id: str = "run", **settings: int
 ) -> ThreadJob:
-    """Return the job that goes on in a folder of which all memory is gone."""
+    """Return a job that continues in a folder after all memory is lost."""
     shutil.rmtree(folder / "memory", ignore_errors=True)
     made = config(policy, **POLICIES[policy] | settings)
     return ThreadJob(
@@ -65,7 +66,7 @@ def test_damage_to_the_newest_window_on_a_disk_leaves_the_one_before(
 def test_a_local_disk_is_loaded_unless_it_is_damaged(
     policy: str, damage: Callable[[Path], object] | None, tmp_path: Path
 ) -> None:
-    """The checkpoint of iteration 5 is older than what disks have."""
+    """The checkpoint of iteration 5 is older than the snapshots on disks."""
     job = start(tmp_path, policy, 9, durable_every_iters=5)
     job.run()
     if damage:
@@ -105,7 +106,7 @@ def test_a_disk_without_room_has_nothing(tmp_path: Path) -> None:
 
 
 def test_the_state_before_the_first_iteration_is_a_start(tmp_path: Path) -> None:
-    """No other is on both disks."""
+    """No other state is on both disks."""
     job = start(tmp_path, "gemini", 8)
     At(job, 3, ends=True)
     with pytest.raises(StoppedError):
@@ -118,8 +119,9 @@ def test_the_state_before_the_first_iteration_is_a_start(tmp_path: Path) -> None
 def test_a_death_before_the_first_snapshot_repeats_the_start(
     policy: str, tmp_path: Path
 ) -> None:
-    """All ranks have loaded a checkpoint of another run, and rank 1 dies before it has
-    a snapshot of its own.
+    """All ranks have loaded a checkpoint of another run.
+
+    Rank 1 dies before the rank has a snapshot of its own.
     """
     earlier = start(
         tmp_path / "e", "gemini", 4, run_id="earlier", durable_every_iters=4
@@ -150,8 +152,9 @@ def test_a_death_before_the_first_snapshot_repeats_the_start(
 
 
 def test_a_death_after_the_first_step_repeats_no_start(tmp_path: Path) -> None:
-    """Rank 0 has taken it, and rank 1 has no snapshot: a start that loads nothing would
-    go on from a mixture.
+    """Rank 0 has taken the first step, and rank 1 has no snapshot.
+
+    A start that loads nothing would continue from a mixture of states.
     """
     fault = Fault(rank=1, phase=Phase.STEP, iteration=1, skip=1)
     job = ThreadJob(tmp_path, config("gemini", every_iters=2), PAIR, faults=[fault])

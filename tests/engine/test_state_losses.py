@@ -1,5 +1,6 @@
-"""State that is lost in living processes: `engine.stage_recovery` with thread ranks,
-loss by scheduled loss.
+"""State that living processes lose: `engine.stage_recovery` with thread ranks.
+
+A schedule names each loss of state.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tests.policies.profiles import config
 
 
 def lost(*losses: tuple[int, int, str], dp_rank: int | None = None) -> list[StateLoss]:
-    """Return losses of (iteration, stage, phase)."""
+    """Return losses of state, each from (iteration, stage, phase)."""
     return [
         StateLoss(iteration=i, stage=stage, phase=phase, dp_rank=dp_rank)
         for i, stage, phase in losses
@@ -114,11 +115,10 @@ def test_a_lost_state_is_rebuilt_with_other_settings(
 
 
 def job_with_a_corrupt_rank(folder: Path, *, on_divergence: str) -> ThreadJob:
-    """Return a job in which rank 0 has another weight from iteration 5 on, before all
-    stages replay to iteration 5.
+    """Return a job in which rank 0 has a wrong weight from iteration 5 on.
 
-    Without a boundary log healthy stages replay as well, and must come out as they
-    were.
+    Then all stages replay to iteration 5. Without a boundary log, healthy stages replay
+    as well, and must reach their former states.
     """
     job = ThreadJob(
         folder,
@@ -191,7 +191,7 @@ def test_replays_that_differ_from_each_other_show_a_kernel_that_does(
 def test_a_replay_over_other_samples_ends_the_job_and_is_no_corrupt_memory(
     tmp_path: Path,
 ) -> None:
-    """One of two ranks of the lost stage reads other samples; no rank waits for it."""
+    """Rank 1, of the lost stage, reads other samples; no rank waits for rank 1."""
     job = job_with_a_corrupt_rank(tmp_path, on_divergence="window")
     job.upsets[1, 1] = lambda model: setattr(
         model, "on_replay", lambda _: setattr(model, "reads_others", True)
@@ -204,9 +204,7 @@ def test_a_replay_over_other_samples_ends_the_job_and_is_no_corrupt_memory(
 
 
 def test_logs_cross_from_host_to_host_a_micro_batch_at_a_time(tmp_path: Path) -> None:
-    """As one tensor on the device, an iteration's logs would need room beside all that
-    training needs.
-    """
+    """As one tensor, an iteration's logs would need device memory beside training."""
     job = ThreadJob(
         tmp_path, config("moevement", window=3), PIPE, losses=lost((6, 1, "forward"))
     )

@@ -1,6 +1,4 @@
-"""Host memory through recoveries: logs end with the state, and begin with the oldest
-window.
-"""
+"""Host memory through recoveries: logs lead from the oldest window to the state."""
 
 from __future__ import annotations
 
@@ -20,8 +18,9 @@ from tests.policies.profiles import config
 
 
 class Keeping(Observer):
-    """Checks the host memory of every rank where all go on from a state, and after each
-    iteration.
+    """Checks every rank's host memory.
+
+    The checks run when ranks continue from a state, and after each iteration.
     """
 
     def __init__(self, job: ThreadJob) -> None:
@@ -43,7 +42,7 @@ class Keeping(Observer):
         self._check(memory, iteration)
         assert memory.boundary is not None
         logged_bytes = memory.boundary.size_bytes
-        # as evaluations send between iterations
+        # evaluations send like this between iterations, and are not logged
         memory.boundary.record(Direction.ACTIVATION, torch.zeros(4))
         assert memory.boundary.size_bytes == logged_bytes
         oldest = memory.snapshots.oldest_needed_iteration()
@@ -66,9 +65,9 @@ def test_logs_lead_from_the_oldest_window_to_the_state(
     window: int, tmp_path: Path
 ) -> None:
     faults = [
-        Fault(rank=2, phase=Phase.REDUCE, iteration=1),  # all begin anew
+        Fault(rank=2, phase=Phase.REDUCE, iteration=1),  # all ranks begin anew
         Fault(rank=1, phase=Phase.REDUCE, iteration=6, loses_memory=True),
-        Fault(rank=0, phase=Phase.STEP, iteration=9, also=(1, 2)),  # all go back
+        Fault(rank=0, phase=Phase.STEP, iteration=9, also=(1, 2)),  # all ranks go back
     ]
     job = ThreadJob(
         tmp_path, config("moevement", window=window), PIPE, iterations=12, faults=faults
@@ -119,7 +118,7 @@ class Copied(Observer):
     def committed(self, iteration: int, rank: int, model: Model) -> None:
         windows = self._job.rank_memory(rank).snapshots.windows()
         if windows:
-            # keys alone: the peer may drop an older snapshot while it is read
+            # only keys are read: the peer may drop an older snapshot meanwhile
             keys = BlobFolder(
                 self._job.memory(1 - rank) / "held" / f"rank{rank:04d}"
             ).keys()

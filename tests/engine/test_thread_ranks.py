@@ -1,5 +1,6 @@
-"""One contract for both implementations of `Ranks`, and the ends of threads that real
-processes have as well.
+"""Both implementations of `Ranks` keep one contract.
+
+Threads also fail where real processes would fail.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tests.ranks import rank_store, run_ranks
 
 
 def _use_everything(ranks: Ranks) -> list[Any]:
-    """Call every method; return all that came back."""
+    """Call the methods of `ranks`, and return all results."""
     tensor = torch.tensor([ranks.rank + 1.0, -ranks.rank])
     reduced = {operation: tensor.clone() for operation in ("sum", "min", "max")}
     for operation, result in reduced.items():
@@ -38,7 +39,7 @@ def _use_everything(ranks: Ranks) -> list[Any]:
         lambda: ranks.send(sent, other),
         lambda: ranks.receive(received, other),
     ]
-    # processes may wait for the receiver
+    # a send may wait for the receiver if ranks are processes
     for transfer in transfers if ranks.rank == 0 else reversed(transfers):
         transfer()
     return [
@@ -54,8 +55,10 @@ def _use_everything(ranks: Ranks) -> list[Any]:
 
 
 def _send_buffers(ranks: Ranks) -> list[list[int]]:
-    """Send buffers of several sizes, and none at all, to the other rank; return the
-    received.
+    """Send buffers of several sizes to the other rank, then none.
+
+    Returns:
+        The contents of the received buffers.
     """
     other = 1 - ranks.rank
     sent = [torch.arange(size, dtype=torch.uint8) for size in (5, 0, 2)]
@@ -71,8 +74,10 @@ def _send_buffers(ranks: Ranks) -> list[list[int]]:
 
 
 def _fail_on_rank_one(ranks: Ranks) -> tuple[str, str]:
-    """Return the errors that this rank sees where rank 1 alone fails to compute, and
-    where rank 0 alone computes.
+    """Compute a value on each rank, which fails on rank 1.
+
+    Returns:
+        The error if all ranks compute, and the value if only rank 0 computes.
     """
 
     def compute() -> int:

@@ -1,6 +1,4 @@
-"""Durable tiers of ranks that are threads, over a state that is one small file a
-rank.
-"""
+"""Durable tiers of ranks that are threads, with one small file as each rank's state."""
 
 from __future__ import annotations
 
@@ -23,11 +21,16 @@ IDENTITY = RunIdentity(run_id="run-1", model="0123abcd", layout=LAYOUT)
 
 
 class OneFileEach:
-    """Implements `ports.DurableState`: each rank writes the iteration to a file; rank 0
-    writes one more, unnamed.
+    """Implements `ports.DurableState` with one file for each rank.
 
-    A save that `is_slow` finishes when it is waited for; until then `is_writing`, also
-    after it was abandoned.
+    Each rank writes the iteration to its file. Rank 0 writes one more file, which
+    `finish_save` does not name.
+
+    Attributes:
+        is_slow: Whether a save finishes only once `finish_save` waits. Until then the
+            rank `is_writing`, even after the save was abandoned.
+        spoils: Whether the rank changes its file after the file was sealed.
+        loaded: Directory name and earlier layout of each load.
     """
 
     def __init__(self, ranks: Ranks, *, is_slow: bool = False) -> None:
@@ -59,7 +62,7 @@ class OneFileEach:
         return self._files
 
     def abandon_save(self) -> None:
-        """What is being written is still being written."""
+        """Do nothing: a write in progress continues."""
 
     def is_writing(self) -> bool:
         return self._is_writing

@@ -1,8 +1,7 @@
-"""The network of ranks that are threads: frames of gloo's ring all-reduces, as a mirror
-port shows them.
+"""The network of thread ranks: frames of gloo's ring all-reduces, for mirror ports.
 
-Frames are built after the sum is known: messages of the reduce-scatter carry zeros,
-except those of marks.
+Frames are built after the sum is known. So messages of the reduce-scatter carry zeros,
+except the messages of marks.
 """
 
 from __future__ import annotations
@@ -48,8 +47,9 @@ class WirePort:
 
 
 class Wire:
-    """Shows each frame at all ports, unless `is_lost` says otherwise of the number of
-    its operation.
+    """Shows each frame at all ports.
+
+    `is_lost` chooses operations, by stage and number, whose frames reach no port.
     """
 
     def __init__(self) -> None:
@@ -71,8 +71,14 @@ class Wire:
     def all_reduce(
         self, stage: int, contributions: list[bytes], result: bytes, element_bytes: int
     ) -> None:
-        """Send the frames of one operation; `contributions` are those of a mark, by
-        rank, or empty.
+        """Send the frames of one operation.
+
+        Args:
+            stage: The stage that reduces.
+            contributions: Each rank's bytes of a mark, by rank. Empty bytes for each
+                rank if the operation is no mark.
+            result: Bytes of the result.
+            element_bytes: Bytes of an element.
         """
         size = len(contributions)
         ring = Ring(num_bytes=len(result), size=size, element_bytes=element_bytes)
@@ -130,8 +136,9 @@ def _message(number: int, payload: bytes) -> bytes:
 
 
 class ModelMirror:
-    """Implements `engine.interfaces.Mirror` for a stage that reduces all its shared
-    weights in one bucket.
+    """Implements `engine.interfaces.Mirror` for one rank of a stage.
+
+    The stage reduces the gradients of all sharded weights in one bucket.
     """
 
     def __init__(self, model: Model, stage_ranks: Ranks, wire: Wire) -> None:
@@ -151,7 +158,7 @@ class ModelMirror:
         ]
         self._send(marks, bytes(map(max, *marks, marks[0])), 1)
         self._num_operations = self._wire.num_operations(self._model.stage)
-        self._ranks.barrier()  # no rank reduces before all have read this
+        self._ranks.barrier()  # no rank reduces before all have the number
 
     def sums(self) -> tuple[MirroredSums, ...]:
         first, self._num_operations = (

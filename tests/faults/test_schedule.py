@@ -1,5 +1,6 @@
-"""Scheduled faults: when they fire, that they fire once, and which are refused; plans
-of kills, by seed.
+"""Scheduled faults: the moment of each fault, refused faults, kill plans by seed.
+
+Each fault fires once.
 """
 
 from __future__ import annotations
@@ -362,7 +363,7 @@ def test_kills_of_one_time_are_one_strike_that_hits_each_rank_once() -> None:
         ((7, "backward"), (8, "join"), True),
         ((7, "backward"), (7, "join"), False),
         ((7, "backward"), (7, "recovery"), False),
-        # the iteration is written before the phase
+        # a worker writes the iteration before the phase
         ((7, "backward"), (7, "between"), False),
         ((7, None), (6, "between"), False),
         ((7, None), (7, "forward"), True),

@@ -1,5 +1,6 @@
-"""Failure traces: three formats, sorted by time, bursts kept, and every malformed line
-named.
+"""Failure traces: three formats, events sorted by time, bursts kept.
+
+Errors name the malformed line.
 """
 
 from __future__ import annotations

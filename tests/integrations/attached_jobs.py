@@ -1,8 +1,7 @@
-"""Jobs of examples/megatron_lm.sh, in processes that have Megatron-LM's wheel in place
-of the installed megatron-core.
+"""Jobs of examples/megatron_lm.sh, in processes with the wheel of Megatron-LM.
 
-`run_jobs` starts this module once, which imports everything slow and forks the jobs one
-after another.
+The wheel replaces the installed megatron-core. `run_jobs` starts this module as a
+process, which imports all slow modules once and forks the jobs one after another.
 """
 
 from __future__ import annotations
@@ -44,43 +43,56 @@ _, _, _WORDS = (
 )
 ARGUMENTS = (
     *_WORDS.replace("\\\n", " ").split(),
-    *("--train-iters", str(NUM_ITERS), "--eval-interval", "3"),  # the last one counts
+    # these override the example's: the last value of an argument counts
+    *("--train-iters", str(NUM_ITERS), "--eval-interval", "3"),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One job: its name, options of moe_ckpt.run, kills, and what replaces or follows
-    the example's arguments.
-
-    `is_noisy`: no pass of the model repeats itself. `is_observed`: as in a run of
-    `moe-ckpt prove`, whose digests are in the folder `observed` beside the run folder.
-    """
+    """One job of moe_ckpt.run."""
 
     name: str
+    """Name of the job and of the job's folder."""
+
     options: tuple[str, ...]
+    """Options of moe_ckpt.run."""
+
     kills: tuple[Kill, ...] = ()
+    """Kills of the job's workers."""
+
     arguments: tuple[str, ...] = ()
+    """Arguments of the script after those of the example, which they may override."""
+
     script: str = str(EXAMPLE)
+    """Path of the training script."""
+
     is_noisy: bool = False
+    """Whether noise makes each pass of the model differ from all earlier passes."""
+
     is_observed: bool = False
+    """Whether the job is observed as in a run of `moe-ckpt prove`.
+
+    The digests of the observation are in the folder `observed` beside the run folder.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """A job that has ended: its exit status, its run folder, and what its processes
-    wrote.
-    """
+    """A job that has ended."""
 
     status: int
+    """Exit status of the job; -1 if a kill was not carried out."""
+
     run: Path
+    """Run folder."""
+
     log: str
+    """Output of the supervisors and their workers, by rank."""
 
     @property
     def digests(self) -> dict[tuple[int, int], set[str]]:
-        """The digests that each rank has logged after each iteration, over all its
-        lives.
-        """
+        """Digests that all workers of a rank logged, by rank and done iteration."""
         found: dict[tuple[int, int], set[str]] = {}
         for rank in range(NUM_RANKS):
             for event in self._events(rank, StateDigest):
@@ -89,12 +101,12 @@ class Ended:
 
     @property
     def kinds_of_events(self) -> set[str]:
-        """The kinds of events that the ranks have written."""
+        """Kinds of the events that the ranks have written."""
         return kinds_of_events(self.run, NUM_RANKS)
 
     @property
     def num_processes(self) -> list[int]:
-        """How many workers each rank has had."""
+        """Number of workers that each rank has had, by rank."""
         return [
             sum(1 for _ in self._events(rank, WorkerStarted))
             for rank in range(NUM_RANKS)
@@ -107,16 +119,19 @@ class Ended:
 
 
 def run_jobs(folder: Path, *jobs: Job, sources: Path | None = None) -> dict[str, Ended]:
-    """Run jobs to their ends, good or bad; return how each has ended, by its name.
+    """Run jobs to their ends, and return the ended jobs by name.
 
-    `sources` of another Megatron-LM replace those of the wheel, which has the other
-    packages that they import.
+    Args:
+        folder: Folder for the files of the jobs.
+        jobs: The jobs. A job may fail.
+        sources: Sources of another Megatron-LM, which replace those of the wheel. The
+            other packages that the sources import are in the wheel's folder.
     """
     (folder / "jobs.json").write_text(json.dumps([asdict(job) for job in jobs]))
     path = os.pathsep.join(map(str, (ROOT, *([sources] if sources else []), FOLDER)))
     command = [sys.executable, "-W", "ignore", "-m", __name__, str(folder)]
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    environment["TORCHDYNAMO_DISABLE"] = "1"  # no compiler to import
+    environment["TORCHDYNAMO_DISABLE"] = "1"  # avoids the import of a compiler
     with (folder / "log").open("w") as log:
         subprocess.run(
             command,
@@ -133,8 +148,9 @@ def run_jobs(folder: Path, *jobs: Job, sources: Path | None = None) -> dict[str,
 
 
 def _require_no_process(folder: Path) -> None:
-    """Require that the last process that works in a folder ends by itself; all jobs
-    there have ended.
+    """Require that all processes with this working directory end by themselves.
+
+    All jobs in the folder have ended before the call.
     """
     with ExitStack() as stack:
         for path in Path("/proc").glob("[0-9]*"):
@@ -152,10 +168,9 @@ def _ended(folder: Path, name: str, status: int) -> Ended:
 
 
 def main(folder: Path) -> int:
-    """Run the jobs of FOLDER/jobs.json; their statuses are in FOLDER/statuses.json
-    then.
-    """
-    from moe_ckpt.integrations.loops import LOOPS  # noqa: PLC0415 - after PYTHONPATH is that of the wheel
+    """Run the jobs of FOLDER/jobs.json, and write FOLDER/statuses.json."""
+    # imported here: only this process has the wheel in PYTHONPATH
+    from moe_ckpt.integrations.loops import LOOPS  # noqa: PLC0415
 
     described = json.loads((folder / "jobs.json").read_text())
     jobs = [

@@ -1,8 +1,7 @@
-"""A program that pretrains a small MoE through Megatron-Bridge's own `pretrain`, on
-CPUs; it knows nothing of moe_ckpt.
+"""Pretrains a small MoE with Megatron-Bridge's own `pretrain`, on CPUs.
 
-Of the arguments it takes `--train-iters`, `--eval-interval`, `--save` and `--load`, and
-leaves all others alone.
+The program does not refer to moe_ckpt. The program takes `--train-iters`,
+`--eval-interval`, `--save` and `--load`, and ignores all other arguments.
 """
 # Megatron-Bridge and the Megatron-Core that it needs are not installed:
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from tests.integrations.small_moe import SEQUENCE, VOCABULARY, settings
 
-# processes that write checkpoints import this file again, without stand-ins
+# guarded: processes that write checkpoints import this file again, without stand-ins
 if __name__ == "__main__":
     from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
     from megatron.bridge.training.config import (
@@ -50,8 +49,9 @@ def recipe(num_iters, eval_interval, **folders):
         train=TrainingConfig(
             train_iters=num_iters, global_batch_size=8, micro_batch_size=2
         ),
-        # a process that loads draws a seed at its first evaluation, which an attached
-        # one has in an earlier iteration
+        # No evaluation after a load: a plain process draws a seed at its first
+        # evaluation. In the count of an attached process, the first evaluation is in
+        # an earlier iteration, so the attached process would not draw.
         validation=ValidationConfig(
             eval_interval=None if folders["load"] else eval_interval, eval_iters=1
         ),
@@ -106,7 +106,7 @@ if __name__ == "__main__":
     parser.add_argument("--train-iters", type=int)
     parser.add_argument("--eval-interval", type=int)
     given, _ = parser.parse_known_args()
-    # Bridge's own start wants a device for its first barrier
+    # initialized here: Bridge's own initialization has a barrier that needs a device
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     pretrain(

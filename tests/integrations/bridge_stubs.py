@@ -1,10 +1,10 @@
-"""Lets Megatron-Bridge's training loop be imported without the packages that a CPU
-cannot have, or does not need.
+"""Makes Megatron-Bridge's training loop importable without packages for GPUs.
 
-Owns: stand-ins for what Megatron-Bridge itself imports from them; Megatron-Core still
-finds them missing, as it expects on a CPU. The packages `megatron.bridge` and
-`megatron.bridge.models` are entered without their own first lines, which import every
-model. All modules of the training loop are the real ones.
+Owns: stand-ins for the names that Megatron-Bridge itself imports from packages that a
+CPU cannot have, or does not need. For Megatron-Core these packages are still missing,
+as Megatron-Core expects on a CPU. The `__init__` modules of `megatron.bridge` and
+`megatron.bridge.models` do not run, because they import every model. All modules of the
+training loop are the real ones.
 """
 
 from __future__ import annotations
@@ -29,17 +29,20 @@ _PROVIDERS = {"GPTModelProvider": "gpt_provider", "T5ModelProvider": "t5_provide
 
 
 def install(bridge: Path) -> None:
-    """Prepare this process for imports of Megatron-Bridge, whose package is the folder
-    `bridge`.
+    """Prepare this process for imports of Megatron-Bridge.
+
+    Args:
+        bridge: Folder of the package `megatron.bridge`.
     """
     stub_imports(STUBBED, "megatron.bridge")
     enter("megatron.bridge", bridge)
     enter("megatron.bridge.models", bridge / "models").__getattr__ = _provider
-    # first, as those lines have it
+    # before all other modules, as in the `__init__` modules that do not run
     importlib.import_module("megatron.bridge.models.conversion.auto_bridge")
 
 
 def _provider(name: str) -> Any:
+    """Return an attribute of `megatron.bridge.models`, imported on demand."""
     if name not in _PROVIDERS:
         raise AttributeError(name)
     return getattr(

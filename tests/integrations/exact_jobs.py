@@ -1,5 +1,6 @@
-"""Attached jobs that live through all faults, and through their loop's own checkpoints,
-beside a plain run.
+"""Checks that attached jobs have the states of a plain run.
+
+The attached jobs live through all faults, and through the checkpoints of their loop.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ NODE = Kill(rank=0, iteration=3, phase="backward", scope="node")
 
 
 def require_equal(ended: Ended, plain: Ended) -> None:
-    """Require that a job ended well and that its state was the plain run's after every
-    iteration, on every rank.
+    """Require that a job ended well, with the states of a plain run.
+
+    The states are compared after every iteration, on every rank.
     """
     assert ended.status == 0, ended.log
     wanted = plain.digests
@@ -66,14 +68,19 @@ def require_exact_under_all_faults(
     sources: Path | None = None,
     loop: tuple[str, ...] = (),
 ) -> None:
-    """Require a policy to be exact without faults, under kills, and after the loss of a
-    node and a hang.
+    """Require a policy to be exact without faults and under all faults.
 
-    `sources` replace those of the wheel; `loop` are the options that choose a training
-    loop.
+    The faults are kills in one job, and the loss of a node and a hang in another job.
+
+    Args:
+        folder: Folder for the files of the jobs.
+        policy: The policy, a key of `OPTIONS`.
+        script: Path of the training script.
+        sources: Sources that replace those of the wheel.
+        loop: Options that choose the training loop.
     """
     options = (*OPTIONS[policy], *loop)
-    # its disk is the lost node's
+    # no lost node for checkfreq, whose disk would be lost with the node
     lost = (HANG,) if policy == "checkfreq" else (NODE, HANG)
     jobs = (
         Job(
@@ -104,11 +111,11 @@ def require_exact_through_checkpoints(
     sources: Path | None = None,
     loop: tuple[str, ...] = (),
 ) -> None:
-    """Require a killed run to write and load the loop's own checkpoints as a plain run
-    does.
+    """Require a killed run to equal a plain run through the loop's own checkpoints.
 
-    The optimizer is left out of the load: Megatron-Core cannot load the state of
-    torch's Adam, which a CPU has.
+    Each run writes checkpoints, and another run of each kind loads one. The runs load
+    no optimizer: Megatron-Core cannot load the state of torch's Adam, which is the Adam
+    on a CPU. The arguments are those of `require_exact_under_all_faults`.
     """
     plain = Job(name="plain", options=(*PLAIN.options, *loop), script=str(script))
     killed = replace(plain, options=(*OPTIONS["moevement"], *PATIENT, *loop))
@@ -141,6 +148,7 @@ def require_exact_through_checkpoints(
 
 
 def _saving(folder: Path) -> tuple[str, ...]:
+    """Return the arguments of a job that saves checkpoints in a folder."""
     return (
         "--save",
         str(folder),
@@ -152,5 +160,6 @@ def _saving(folder: Path) -> tuple[str, ...]:
 
 
 def _loading(folder: Path) -> tuple[str, ...]:
+    """Return the arguments of a job that loads a checkpoint and trains on."""
     without = ("--no-load-optim", "--no-load-rng", "--override-opt-param-scheduler")
     return ("--load", str(folder), "--train-iters", str(NUM_ITERS + 4), *without)

@@ -1,9 +1,11 @@
 """A client of Megatron-LM's `pretrain` with the options of production recipes, on CPUs.
 
-It has a stand-in for attention over context-parallel ranks, and takes moe_ckpt's for a
-fused Adam. Beside Megatron-LM's arguments: `--train-only PATTERN` freezes all
-parameters whose names do not match; `--stateful` gives an external iterator a state;
-`--storage-takes-s S` makes saves slow.
+The client has a stand-in for attention over context-parallel ranks, and takes
+moe_ckpt's stand-in for a fused Adam. Arguments beside those of Megatron-LM:
+
+    --train-only PATTERN   freezes all parameters whose names do not match
+    --stateful             gives external iterators a state
+    --storage-takes-s S    makes each save last S seconds longer
 """
 # Megatron-Core's annotations differ between the installed release and that of
 # Megatron-LM's wheel:
@@ -53,7 +55,7 @@ def loss_of(mask, per_token):
 
 def forward_step(batches, model):
     batch = next(batches)
-    # ranks differ in their tokens
+    # so that ranks differ in the number of tokens that count
     batch["loss_mask"][:, : int(batch["tokens"][0, 0]) % 4] = 0.0
     group = parallel_state.get_context_parallel_group()
     batch = (
@@ -69,8 +71,13 @@ def forward_step(batches, model):
 
 
 class Stream:
-    """Samples without random access. As `iter(DataLoader)`, the first read for training
-    draws a seed from torch.
+    """Samples without random access.
+
+    As with `iter(DataLoader)`, the first read for training draws a seed from torch.
+
+    Args:
+        seed: Seed of the samples; data-parallel ranks get different samples.
+        is_open: Whether the first read draws no seed.
     """
 
     def __init__(self, seed, is_open=False):
@@ -135,13 +142,11 @@ datasets.is_distributed = True
 
 
 class GatheredAttention(dot_product_attention.DotProductAttention):
-    """Megatron's local attention over the keys and values of all context-parallel
-    ranks.
-    """
+    """Megatron's local attention over keys and values of all context-parallel ranks."""
 
     def __init__(self, config, layer_number, attn_mask_type, *arguments, **options):
         alone = copy.copy(config)
-        alone.context_parallel_size = 1  # else Megatron's attention refuses
+        alone.context_parallel_size = 1  # Megatron's attention refuses others
         super().__init__(
             alone, layer_number, AttnMaskType.arbitrary, *arguments, **options
         )
@@ -170,6 +175,7 @@ class GatheredAttention(dot_product_attention.DotProductAttention):
 
 
 def freeze(pattern, chunks):
+    """Freeze all parameters whose names do not match a pattern."""
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             parameter.requires_grad_(re.search(pattern, name) is not None)
@@ -177,6 +183,7 @@ def freeze(pattern, chunks):
 
 
 def slow_down_storage(seconds):
+    """Make each save of a checkpoint last some seconds longer."""
     save = dist_checkpointing.save
 
     def saved(*arguments, **options):
@@ -194,8 +201,9 @@ def own_arguments(parser):
 
 
 def use_fused_adam():
-    """Let `--use-precision-aware-optimizer` find the CPU reference where it looks for
-    Transformer Engine's Adam.
+    """Put the CPU reference of the fused Adam in place of Transformer Engine's Adam.
+
+    `--use-precision-aware-optimizer` looks for Transformer Engine's Adam.
     """
     precision_adam.install()
     check = OptimizerConfig.__post_init__
@@ -208,7 +216,7 @@ def use_fused_adam():
 
 
 def main():
-    # --context-parallel-size is checked by it
+    # the check of --context-parallel-size asks for these properties
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(major=10)
     if "--step-batch-size-schedule" in sys.argv:
         at = sys.argv.index("--global-batch-size")

@@ -1,7 +1,7 @@
-"""The small MoE that the recipes of Megatron-Bridge and of ms-swift train on CPUs, as
-settings of Megatron-Core.
+"""The small MoE that the recipes of Megatron-Bridge and ms-swift train on CPUs.
 
-It has two stages, and expert parallelism over two ranks.
+The module has the settings of Megatron-Core for the model. The model has two stages,
+and expert parallelism over two ranks.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ SEQUENCE, VOCABULARY = 16, 256
 
 
 def settings() -> dict[str, Any]:
-    """Return the settings of the model; their numbers of bits, and losses, are the
-    recipes' own.
-    """
-    from megatron.core.transformer.enums import AttnBackend  # noqa: PLC0415 - processes that write checkpoints need none
+    """Return the model's settings, without the recipes' own data types and losses."""
+    # imported here: processes that write checkpoints import this module, and do not
+    # need the enum
+    from megatron.core.transformer.enums import AttnBackend  # noqa: PLC0415
 
     fusions = (
         "masked_softmax",

@@ -1,5 +1,6 @@
-"""Stand-ins for names of packages that a CPU cannot have, or that a test does not need,
-and what imports them.
+"""Stand-ins for packages that a CPU cannot have, or that a test does not need.
+
+The module also makes the modules of a chosen package import the stand-ins.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from typing import Any
 
 
 class Stub(type):
-    """A name of a stubbed package: a class, all of whose attributes are classes, and
-    which a call makes None of.
+    """Metaclass of the stand-ins for names of a package.
+
+    A stand-in is a class. All attributes of a stand-in are stand-ins, and a call of a
+    stand-in returns None. Classes that derive from a stand-in can be instantiated.
     """
 
     def __getattr__(cls, name: str) -> Any:
@@ -33,8 +36,15 @@ class Stub(type):
 
 
 def stub_imports(stubbed: Sequence[str], importer: str) -> Mapping[str, Any]:
-    """Let the modules of the package `importer` find stand-ins where they import these;
-    return the stand-ins.
+    """Let the modules of one package import stand-ins.
+
+    Args:
+        stubbed: Names of the packages and modules that stand-ins replace.
+        importer: Package whose modules import the stand-ins. All other modules import
+            as before.
+
+    Returns:
+        The stand-ins, by the names in `stubbed`.
     """
     stubs: dict[str, Any] = {
         name: Stub(name, (), {"_is_stub": True, "__version__": "0"}) for name in stubbed
@@ -67,7 +77,15 @@ def stub_imports(stubbed: Sequence[str], importer: str) -> Mapping[str, Any]:
 
 
 def enter(name: str, folder: Path) -> Any:
-    """Return a package without its first lines, as imported."""
+    """Register a package as imported, without running the package's `__init__`.
+
+    Args:
+        name: Name of the package. The parent package must be importable.
+        folder: Folder of the package's modules.
+
+    Returns:
+        The package.
+    """
     package: Any = ModuleType(name)
     package.__path__ = [str(folder)]
     sys.modules[name] = package

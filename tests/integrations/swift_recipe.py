@@ -1,12 +1,12 @@
-"""A program that trains a small MoE through ms-swift's own Megatron trainer, on CPUs;
-it knows nothing of moe_ckpt.
+"""Trains a small MoE with ms-swift's own Megatron trainer, on CPUs.
 
-Of the arguments it takes `--train-iters` and `--eval-interval`, and leaves all others
-alone. Samples differ in length.
+The program does not refer to moe_ckpt. The program takes `--train-iters` and
+`--eval-interval`, and ignores all other arguments. Samples differ in length.
 """
 # ms-swift and the Megatron-Core that it needs are not installed:
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
-# ruff: noqa: PLC0415 - its functions import when they are called
+# The packages are imported when a function is called:
+# ruff: noqa: PLC0415
 
 import argparse
 import tempfile
@@ -51,7 +51,7 @@ def model(args, _):
 
 
 class Samples(torch.utils.data.Dataset):
-    """Sequences of several lengths, each a function of its index."""
+    """Sequences of several lengths, which depend only on the seed and the index."""
 
     def __init__(self, length, seed):
         self.length, self.seed = length, seed
@@ -87,6 +87,8 @@ lr_warmup_fraction virtual_pipeline_model_parallel_size fp8_recipe mtp_num_layer
 save_total_limit metric_for_best_model num_train_epochs dataloader_prefetch_factor freeze_parameters_regex
 trainable_parameters_regex
 """
+"""Arguments of ms-swift that are None."""
+
 OFF = """
 padding_free check_model tp_comm_overlap async_save use_persistent_ckpt_worker is_multimodal fp16 overlap_grad_reduce
 overlap_param_gather overlap_param_gather_with_optimizer_step data_parallel_random_init te_rng_tracker
@@ -94,7 +96,7 @@ apply_wd_to_qk_layernorm sequence_parallel manual_gc manual_gc_eval save_safeten
 streaming nccl_comm_warmup enable_dft_loss enable_channel_loss data_sharding group_by_length dataloader_pin_memory
 dataloader_persistent_workers
 """
-"""Arguments of ms-swift that are None, and those that are False."""
+"""Arguments of ms-swift that are False."""
 
 
 def arguments(folder, num_iters, eval_interval):
@@ -173,10 +175,11 @@ def train(num_iters, eval_interval):
     from swift.megatron.utils import initialize_megatron, megatron_lm_utils
 
     init._patch__batched_p2p_ops()
-    megatron_lm_utils.set_random_seed = seed_everything  # mcore-bridge's
-    base.get_mcore_model = model  # made by mcore-bridge of Transformer Engine's layers
+    megatron_lm_utils.set_random_seed = seed_everything  # else mcore-bridge's own
+    # otherwise mcore-bridge builds the model from Transformer Engine's layers
+    base.get_mcore_model = model
     base.save_mcore_checkpoint = lambda *_, **__: None
-    # which the test removes, also after a kill
+    # in the working directory, which the test removes, also after a kill
     folder = Path(tempfile.mkdtemp(dir=Path.cwd()))
     (folder / "args.json").write_text("{}")
     args = arguments(folder, num_iters, eval_interval)

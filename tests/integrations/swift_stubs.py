@@ -1,10 +1,10 @@
-"""Lets ms-swift's Megatron trainer be imported without the packages that a CPU cannot
-have, or does not need.
+"""Makes ms-swift's Megatron trainer importable without packages for GPUs.
 
-Owns: stand-ins for what ms-swift itself imports from them, and from its own packages
-for models, templates and other trainers. The packages `swift`, `swift.megatron` and
-`swift.dataset` are entered without their own first lines. All modules of the training
-loop, and the patches that ms-swift applies to Megatron-Core, are the real ones.
+Owns: stand-ins for the names that ms-swift itself imports from packages that a CPU
+cannot have, or does not need, and from ms-swift's own packages for models, templates
+and other trainers. The `__init__` modules of `swift`, `swift.megatron`, `swift.dataset`
+and `swift.dataset.preprocessor` do not run. All modules of the training loop, and the
+patches that ms-swift applies to Megatron-Core, are the real ones.
 """
 
 from __future__ import annotations
@@ -45,18 +45,22 @@ _ENTERED = ("swift", "swift.megatron", "swift.dataset", "swift.dataset.preproces
 
 
 def install(swift: Path) -> None:
-    """Prepare this process for imports of ms-swift, whose package is the folder
-    `swift`.
+    """Prepare this process for imports of ms-swift.
+
+    Args:
+        swift: Folder of the package `swift`.
     """
     stubs = stub_imports(STUBBED, "swift")
     logger = Stub("utils", (), {"logger": Stub("logger", (), {"get_logger": _logger})})
-    setattr(stubs["modelscope"], "utils", logger)  # noqa: B010 - the stub's class does not name it
+    # `setattr`, because the class of the stand-in does not name the attribute
+    setattr(stubs["modelscope"], "utils", logger)  # noqa: B010
     for name in _ENTERED:
         enter(name, swift.joinpath(*name.split(".")[1:]))
     sys.modules["swift.dataset"].__getattr__ = _preprocessor  # type: ignore[method-assign]
 
 
 def _preprocessor(name: str) -> Any:
+    """Return an attribute of `swift.dataset`, imported on demand."""
     if name != "RowPreprocessor":
         raise AttributeError(name)
     return importlib.import_module("swift.dataset.preprocessor.core").RowPreprocessor

@@ -1,6 +1,4 @@
-"""An attachment's functions in place of a script's and a loop's: groups of processes,
-and saves.
-"""
+"""An attachment replaces a script's functions for groups, and a loop's for saves."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from moe_ckpt.run_settings import parse_run
 
 @pytest.fixture(autouse=True)
 def own_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undo, when the test ends, what an attachment does to torch."""
+    """Restore torch's functions for groups at the end of the test."""
     for module in (dist, dist.distributed_c10d):
         for name in ("new_group", "destroy_process_group"):
             monkeypatch.setattr(module, name, getattr(module, name))
@@ -40,7 +38,7 @@ def test_a_script_may_destroy_groups_but_ends_none_of_the_runtime() -> None:
 
 
 def functions(*names: str) -> ModuleType:
-    """Return a loop's module with these functions."""
+    """Return a fake module of a loop with these functions."""
     module = ModuleType("megatron.training.training")
     for name in names:
         setattr(module, name, lambda *_, **__: None)
@@ -48,6 +46,7 @@ def functions(*names: str) -> ModuleType:
 
 
 def attach_megatron_lm(save: Callable[..., Any], *place: Any) -> Callable[..., Any]:
+    """Attach to a fake loop that saves with `save`, and return the new function."""
     training: Any = functions(
         *(
             "initialize_megatron",
@@ -65,6 +64,7 @@ def attach_megatron_lm(save: Callable[..., Any], *place: Any) -> Callable[..., A
 
 
 def attach_megatron_bridge(save: Callable[..., Any], *place: Any) -> Callable[..., Any]:
+    """Do the same as `attach_megatron_lm` for Megatron-Bridge."""
     bridge = SimpleNamespace(
         pretrain=functions("runtime_config_update", "train"),
         setup=functions("create_checkpoint_manager", "setup_data_iterators"),
@@ -83,6 +83,8 @@ def attach_megatron_bridge(save: Callable[..., Any], *place: Any) -> Callable[..
 
 
 def attach_ms_swift(save: Callable[..., Any], *place: Any) -> Callable[..., Any]:
+    """Do the same as `attach_megatron_lm` for ms-swift."""
+
     class Trainer:
         def train(self) -> None: ...
         def train_step(self) -> None: ...

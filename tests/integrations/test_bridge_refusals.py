@@ -1,5 +1,6 @@
-"""Refusals of the attachment to Megatron-Bridge, before anything is built: settings,
-and seams that moved.
+"""Refusals of the attachment to Megatron-Bridge before a model is built.
+
+The attachment refuses settings, and seams that have moved.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ FINE = SimpleNamespace(
 
 
 def changed(section: str, option: str, value: Any) -> Any:
+    """Return the settings `FINE` with another value of one option.
+
+    An empty section stands for the settings themselves.
+    """
     config = copy.deepcopy(FINE)
     if not section:
         setattr(config, option, value)

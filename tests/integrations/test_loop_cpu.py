@@ -1,4 +1,4 @@
-"""The stand-ins of loops' own start, with the builds of torch that users have."""
+"""Stand-ins for the start of loops, with the builds of torch that users have."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_a_counted_device_is_no_gpu_for_a_cuda_build(stack: ExitStack) -> None:
-    # a process of its own: the stand-ins change torch until its end
+    # in another process: the stand-ins change torch until the process ends
     assert Child(stack, _enable_in_a_cuda_build).hear() == {
         "on_cpu": True,
         "devices": 1,
@@ -32,7 +32,8 @@ def _enable_in_a_cuda_build(connection: Connection) -> None:
     on_cpu = loop_cpu.enable(
         SimpleNamespace(initialize_megatron=print), SimpleNamespace()
     )
-    torch.cuda._is_compiled = lambda: True  # type: ignore[method-assign] # in a CPU build, too
+    # makes a CPU build of torch look like a CUDA build
+    torch.cuda._is_compiled = lambda: True  # type: ignore[method-assign]
     connection.send(
         {
             "on_cpu": on_cpu,

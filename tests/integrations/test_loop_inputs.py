@@ -1,6 +1,4 @@
-"""The files that a loop's settings name count by content; words that name no file do
-not.
-"""
+"""Files that a loop's settings name count by content, and other words do not count."""
 
 from __future__ import annotations
 

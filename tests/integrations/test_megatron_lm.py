@@ -1,5 +1,6 @@
-"""Megatron-LM's unmodified `pretrain` under moe_ckpt.run: whatever dies, every digest
-is the plain run's.
+"""Megatron-LM's unmodified `pretrain` under moe_ckpt.run is exact after all faults.
+
+Every digest equals the digest of a plain run.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def require_exact_under_kills(folder: Path, plain: Job) -> None:
-    """Require that the job with kills in each phase leaves the state of this one."""
+    """Require that the plain job, with kills in each phase, has the same states."""
     with_kills = replace(
         plain,
         name="killed",
@@ -55,8 +56,9 @@ def test_kills_in_each_phase_leave_the_plain_runs_state(tmp_path: Path) -> None:
 
 
 def test_a_pass_with_a_wrong_result_is_no_step(tmp_path: Path) -> None:
-    """The rerun machine runs the pass of iteration 2 again, and ends the loop before
-    the optimizer's step.
+    """Megatron's rerun machine runs the pass of iteration 2 again.
+
+    The rerun machine ends the loop before the optimizer's step.
     """
     injected = ("--rerun-mode", "validate_results", "--error-injection-rate", "1")
     wrong = Job(
@@ -69,8 +71,8 @@ def test_a_pass_with_a_wrong_result_is_no_step(tmp_path: Path) -> None:
     assert {iteration for _, iteration in ended.digests} == {1}, ended.log
 
 
-# counts the forward steps of rank 0's first process, and changes a file in iteration 3
-# (of 2 micro-batches each)
+# counts the forward steps of rank 0's process, and changes a file in iteration 3 (each
+# iteration has 2 micro-batches)
 _CHANGING = """
 import os, pathlib
 _calls, _plain = [], forward_step
@@ -88,7 +90,7 @@ def forward_step(*arguments):
 def test_a_job_whose_inputs_change_ends_at_the_next_death(
     tmp_path: Path, changed: str
 ) -> None:
-    """Processes, as a replacement alone runs the script once more."""
+    """The test needs processes: only a replacement runs the script again."""
     script, vocabulary = tmp_path / "script.py", tmp_path / "vocabulary"
     vocabulary.write_text("words")
     changing = _CHANGING.replace(
@@ -165,6 +167,7 @@ OPTIONS_TOGETHER = {
         *("--num-workers", "1"),
     ),
 }
+"""Arguments beside the example's, by the name of the combination."""
 
 
 RECIPES = {
@@ -216,7 +219,7 @@ RECIPES = {
         ),
     ),
 }
-"""Arguments beside the example's, of a client that takes them."""
+"""Arguments beside the example's for the script `CLIENT`, by the name of the recipe."""
 
 
 @pytest.mark.full

@@ -1,5 +1,6 @@
-"""`moe-ckpt prove` observes each loop by its seams: digests are those of a plain run's
-own log.
+"""`moe-ckpt prove` observes each loop by the seams of the loop.
+
+The observed digests are the digests in a plain run's own log.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ LOOPS: dict[str, dict[str, Any]] = {
 @pytest.mark.full
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_loop_without_an_attachment_is_observed(tmp_path: Path, loop: str) -> None:
-    """A real job, as the hook waits for the loop's own modules and sees its
-    iterations.
+    """The test needs a real job.
+
+    The hook waits for the loop's own modules, and observes the loop's iterations.
     """
     if not FOLDER.exists() or (
         loop in (BRIDGE_TAG, SWIFT_TAG) and not sources_of(loop).exists()

@@ -1,5 +1,6 @@
-"""What an attachment to Megatron-LM refuses, before anything is built: options,
-versions, loops and programs.
+"""Refusals of the attachment to Megatron-LM before a model is built.
+
+The attachment refuses options, versions, loops and programs.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def test_recipes_of_megatron_bridge_meet_the_table_of_refusals() -> None:
     reason="get it by: .venv/bin/python scripts/fetch_megatron_lm.py",
 )
 def test_every_refused_option_is_one_that_megatron_lm_has() -> None:
-    """A misspelt name would refuse nothing."""
+    """A misspelled name would refuse no option."""
     sources = [
         *FOLDER.glob("megatron/training/**/*.py"),
         *FOLDER.glob("megatron/core/**/*config*.py"),
@@ -181,8 +182,10 @@ def test_what_to_install_names_python_where_this_one_has_no_such_release(
 
 
 def loop_module(tried: str = "0.19") -> ModuleType:
-    """Return a module with the functions, parameters and calls that an attachment looks
-    for.
+    """Return a fake loop with all functions, parameters and calls of the seams.
+
+    Args:
+        tried: Version of Megatron-Core whose seams the loop has.
     """
     module, parameters = (
         ModuleType("megatron.training.training"),
@@ -198,7 +201,10 @@ def loop_module(tried: str = "0.19") -> ModuleType:
 
 
 def test_a_seam_without_its_calls_is_named() -> None:
-    """Missing functions: test_bridge_refusals.py; missing parameters: the next test."""
+    """Other tests cover missing names.
+
+    test_bridge_refusals.py covers missing functions, the next test missing parameters.
+    """
     module: Any = loop_module()
     seams.require_training(module, "0.19")
     module.pretrain = lambda: module.train()
@@ -232,8 +238,10 @@ def test_a_second_attachment_is_refused() -> None:
 
 
 def outcome(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    """Return the exit status of the runner and its message; the process was not started
-    by torchrun.
+    """Run moe_ckpt.run in this process, which torchrun has not started.
+
+    Returns:
+        The exit status, and the text on standard error.
     """
     status = run.main(arguments)
     return status, capsys.readouterr().err
@@ -241,6 +249,7 @@ def outcome(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
 
 @pytest.fixture(autouse=True)
 def no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove torchrun's variables from the environment."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
 
@@ -286,8 +295,9 @@ def test_a_runner_inside_a_run_is_refused(
 def test_a_loop_without_an_attachment_is_refused_at_its_import(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its package can be imported, for conversions say; a module that was imported
-    before is found, too.
+    """The loop's package can still be imported, for conversions for example.
+
+    The check also finds a loop that was imported before.
     """
     root, *parts = name.split(".")
     file = tmp_path.joinpath(*parts).with_suffix(".py")
@@ -332,10 +342,10 @@ def test_without_megatron_the_error_names_it(
     options: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("megatron.training.training", "moe_ckpt.megatron.determinism"):
-        # an import of it fails, as without Megatron
+        # makes an import of the module fail, as without Megatron
         monkeypatch.setitem(sys.modules, name, None)
-    # pip has the loop for Python 3.12 and newer only: on an older one the error names
-    # that
+    # pip has the loop only for Python 3.12 and newer: on an older Python the error also
+    # names the wanted version
     python = (
         r"Python 3\.12 or newer \(this is 3\.11\), and "
         if sys.version_info < (3, 12)
@@ -352,7 +362,7 @@ def test_without_megatron_the_error_names_it(
 def test_an_import_that_has_started_cuda_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # as forked processes see it
+    # as in a forked process after a start of CUDA
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(
@@ -365,7 +375,7 @@ def test_an_import_that_has_started_cuda_is_refused(
 def test_without_a_gpu_a_look_for_one_is_no_started_cuda(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # as a CUDA build sees it that found no device
+    # as in a fork of a CUDA build of torch that has found no device
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     require_forkable()

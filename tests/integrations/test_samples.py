@@ -1,6 +1,4 @@
-"""The samples of each iteration, where later batches are larger, are those that
-Megatron-LM's loop consumes.
-"""
+"""Iterations consume the samples of Megatron-LM's loop, even where batches grow."""
 
 from __future__ import annotations
 
@@ -18,8 +16,10 @@ NUM_ITERS = 12
 
 @pytest.fixture(params=[[START, STEP, SAMPLES], None], ids=["growing", "constant"])
 def growth(request: pytest.FixtureRequest) -> Iterator[list[int] | None]:
-    """Initialize Megatron's global calculator of batch sizes; yield the growth of its
-    batches.
+    """Initialize Megatron's global calculator of batch sizes.
+
+    Yields:
+        The growth of batches, as `rampup_batch_size`. None: constant batches.
     """
     calculator.init_num_microbatches_calculator(
         rank=1,
@@ -33,9 +33,7 @@ def growth(request: pytest.FixtureRequest) -> Iterator[list[int] | None]:
 
 
 def consumed_by_loop() -> list[int]:
-    """Return the samples before each iteration, counted as Megatron-LM's `train` counts
-    them.
-    """
+    """Return the samples before each iteration, as Megatron-LM's `train` counts."""
     after = [0]
     for _ in range(NUM_ITERS):
         calculator.update_num_microbatches(after[-1], consistency_check=False)

@@ -1,4 +1,4 @@
-"""Samples and generators of attached loops are a plain run's, from any iteration on."""
+"""Attached loops have the samples and generators of a plain run, from any iteration."""
 
 from __future__ import annotations
 
@@ -26,18 +26,24 @@ Readers = tuple[Iterator[Any], Iterator[Any]]
 
 
 def cyclic(loader: Any) -> Iterator[Any]:
+    """Yield the samples of a loader again and again."""
     while True:
         yield from loader
 
 
 @dataclass(frozen=True)
 class Bridge:
-    """Megatron-Bridge's loop: loaders start after the consumed samples; that of
-    validation is endless.
+    """Megatron-Bridge's loop.
+
+    Loaders start after the consumed samples. The loader of validation samples is
+    endless.
     """
 
     changes: dict[str, Any]
+    """Settings that differ from the default."""
+
     num_read = 4
+    """Number of samples that an iteration reads."""
 
     @property
     def settings(self) -> Any:
@@ -60,8 +66,9 @@ class Bridge:
         )
 
     def num_validated_after(self, iteration: int) -> int:
-        """Return the samples of the evaluation after an iteration, by the condition of
-        Bridge's loop.
+        """Return the number of samples of the evaluation after an iteration.
+
+        The condition for an evaluation is that of Bridge's loop.
         """
         every, start = self.settings.eval_interval, self.settings.start_eval_at_iter
         is_due = (
@@ -81,8 +88,11 @@ class Bridge:
 
 
 class Sampler:
-    """Passes of so many micro-batches of one sample, in another order each time;
-    `consumed` is kept between passes.
+    """Passes over micro-batches of one sample, in another order each time.
+
+    Attributes:
+        length: Number of micro-batches of a pass.
+        consumed: Number of micro-batches of all passes so far.
     """
 
     def __init__(self, length: int) -> None:
@@ -100,7 +110,10 @@ class Swift:
     """ms-swift's loop, which reads the passes of its samplers one after another."""
 
     changes: dict[str, Any]
+    """Settings that differ from the default."""
+
     num_read = 2
+    """Number of micro-batches that an iteration reads."""
 
     @property
     def settings(self) -> Any:
@@ -133,8 +146,9 @@ class Swift:
 
 
 class MegatronLM(Bridge):
-    """Megatron-LM's loop, which evaluates when Bridge's does, and draws its iterators'
-    seeds before training.
+    """Megatron-LM's loop, which evaluates in the same iterations as Bridge's loop.
+
+    Megatron-LM draws the seeds of both iterators before training.
     """
 
     @property
@@ -184,7 +198,7 @@ Iteration = tuple[list[int], list[int], torch.Tensor, torch.Tensor]
 
 @pytest.fixture(params=LOOPS, ids=repr)
 def loop(request: pytest.FixtureRequest) -> Iterator[Loop]:
-    """Initialize Megatron's global calculator of batch sizes; yield a loop."""
+    """Initialize Megatron's global calculator of batch sizes, and yield a loop."""
     calculator.init_num_microbatches_calculator(0, None, Bridge.num_read, 1, 1)
     yield request.param
     calculator.destroy_num_microbatches_calculator()
@@ -195,8 +209,11 @@ def read(samples: Any, count: int) -> list[int]:
 
 
 def plain_run(loop: Loop) -> list[Iteration]:
-    """Return of each iteration its samples, those of the evaluation after it, and the
-    generator before and after it.
+    """Run a loop without an attachment.
+
+    Returns:
+        For each iteration: the training samples, the samples of the evaluation after
+        the iteration, and the states of the generator before and after the iteration.
     """
     torch.manual_seed(7)
     training, validating = loop.readers()
@@ -263,12 +280,19 @@ class StatefulNumbers(Numbers):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 def external(
     train: Callable[[], Any], valid: Callable[[], Any], *, tries: bool = True
 ) -> IterationBatches:
+    """Return the batches of external iterators.
+
+    Args:
+        train: Opens the training iterator.
+        valid: Opens the validation iterator.
+        tries: Whether the iterators are first tried in other processes.
+    """
     settings = {
         "dataloader_type": "external",
         "virtual_pipeline_model_parallel_size": None,
@@ -285,8 +309,9 @@ ORDERED, SHUFFLED = partial(Numbers, shuffle=False), partial(Numbers, shuffle=Tr
 
 
 def test_external_iterators_that_a_new_process_repeats_are_fine() -> None:
-    """Also one that reads no data, and one that would be found out later only, as a
-    replacement opens its own.
+    """An iterator that reads no data is accepted, too.
+
+    A replacement opens iterators without a trial: a difference appears only later.
     """
     external(ORDERED, ORDERED)
     external(ORDERED, lambda: None)
@@ -301,9 +326,7 @@ def test_external_iterators_that_a_new_process_repeats_are_fine() -> None:
 def test_an_external_iterator_that_shuffles_by_the_process_is_refused(
     train: Any, valid: Any
 ) -> None:
-    """The test forks, as the check does: whether a new process reads the same is what
-    it is about.
-    """
+    """The test forks, because the check compares the reads of new processes."""
     with pytest.raises(
         ConfigError,
         match=(

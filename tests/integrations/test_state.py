@@ -1,8 +1,8 @@
-"""`run.exactness=state` in attached loops: after each death every rank has a state that
-it had logged before.
+"""Attached loops keep the promise `run.exactness=state`.
 
-Real jobs, as in `tests/launcher/test_elastic_state.py`: a loop of another project is
-entered again after each death.
+After each death every rank has a state that the rank had logged before. The tests need
+real jobs, as in `tests/launcher/test_elastic_state.py`: after each death a loop of
+another project is entered again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ KILLS = (
 
 
 def killed(folder: Path, loop: str, policy: str, *settings: str) -> Digests:
-    """Return the digests of a noisy job of a loop that has lived through all kills."""
+    """Run a noisy job of a loop through all kills, and return the job's digests."""
     if not FOLDER.exists() or (
         loop in (BRIDGE_TAG, SWIFT_TAG) and not sources_of(loop).exists()
     ):
@@ -65,7 +65,10 @@ def test_no_state_of_a_loop_is_reached_twice_by_training(
     tmp_path: Path,
     loop: str,
 ) -> None:
-    """Else a replay would end in states of before, and the tests below would pass."""
+    """Noise keeps replays from states that ranks had before.
+
+    Without noise, the tests below would also pass with replays.
+    """
     digests = killed(tmp_path, loop, "moevement", "window=2", "run.exactness=bitwise")
     assert first_changed(digests, may_be_older=False) is not None, "moevement replays"
 

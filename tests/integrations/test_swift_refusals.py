@@ -1,5 +1,6 @@
-"""Refusals of the attachment to ms-swift, before a model is built: trainers, arguments,
-and seams that moved.
+"""Refusals of the attachment to ms-swift before a model is built.
+
+The attachment refuses trainers, arguments, and seams that have moved.
 """
 
 from __future__ import annotations
@@ -42,7 +43,12 @@ def test_another_trainer_is_refused() -> None:
 
 
 def trainer(without: str = "", moved: str = "") -> Any:
-    """Return a class with the trainer's seams, of which one may be missing or moved."""
+    """Return a fake trainer with all seams.
+
+    Args:
+        without: Name of a function that the trainer lacks. Empty: none.
+        moved: Name of a function with other parameters and calls. Empty: none.
+    """
     names: dict[str, Any] = {}
     for function in {**seams._PARAMETERS, **seams._CALLS}:
         body = (
@@ -67,7 +73,7 @@ def test_a_seam_of_ms_swift_that_moved_is_named(name: str) -> None:
         match=rf"MegatronTrainer\.{name}: got another function .* as in ms-swift 4\.5",
     ):
         require_seams(trainer(moved=name), *tables)
-    if name != "__init__":  # every class has one
+    if name != "__init__":  # every class has this function
         with pytest.raises(
             ConfigError,
             match=rf"MegatronTrainer\.{name}: got nothing, wanted the function",

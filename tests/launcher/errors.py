@@ -1,4 +1,4 @@
-"""What is said of settings that are refused."""
+"""Error messages of refused settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_ckpt.errors import ConfigError
 
 
 def error_of(call: Callable[..., object], *arguments: Any, **named: Any) -> str:
-    """Make a call that is refused; return what its ConfigError says."""
+    """Make a call that is refused, and return the message of its ConfigError."""
     with pytest.raises(ConfigError) as caught:
         call(*arguments, **named)
     return str(caught.value)

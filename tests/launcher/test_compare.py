@@ -1,6 +1,4 @@
-"""Comparing: what is run with which faults, and one comparison from the command to the
-page.
-"""
+"""Comparisons: planned runs and faults, and one comparison from command to page."""
 
 from __future__ import annotations
 
@@ -71,7 +69,7 @@ def test_without_policies_all_are_run() -> None:
             "fault.kind: got 'state_loss', wanted at, poisson, trace or none",
         ),
         (
-            # a hang that is never found
+            # without a supervisor, no process finds a hang
             ["none", "fault=at", "fault.at=[{iteration: 3, rank: 1, signal: STOP}]"],
             "fault: signal: got 'STOP', wanted one of KILL, SEGV, TERM under ckpt=none",
         ),

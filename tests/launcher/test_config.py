@@ -1,6 +1,4 @@
-"""Settings: every choice under conf/ composes and converts, and every mistake is an
-error that names its key.
-"""
+"""Settings: every choice under conf/ composes, and every error names its key."""
 
 from __future__ import annotations
 
@@ -53,8 +51,9 @@ def load(path: Path) -> DictConfig:
 
 @cache
 def composed(*choices: str) -> DictConfig:
-    """Return what choices of groups compose to, for all rows of a table: Hydra takes a
-    tenth of a second for it.
+    """Return the composed choices of groups, for all rows of a table.
+
+    Hydra takes a tenth of a second for a composition.
     """
     paths = [
         f"{choice.partition('=')[0]}.path=/corpus"
@@ -68,8 +67,9 @@ def composed(*choices: str) -> DictConfig:
 
 
 def converted(arguments: Sequence[str]) -> Settings:
-    """Return what choices of groups and values of keys become, as `compose_settings`
-    does, but Hydra reads no value.
+    """Convert choices of groups and values of keys to settings.
+
+    As `compose_settings` does, but Hydra reads no value.
     """
     choices = [
         argument for argument in arguments if argument.partition("=")[0] in GROUPS
@@ -84,7 +84,7 @@ def converted(arguments: Sequence[str]) -> Settings:
 
 
 def error_of_values(arguments: str) -> str:
-    """Return what is wrong with settings that semicolons separate."""
+    """Return the error of settings that semicolons separate."""
     return error_of(converted, arguments.split("; "))
 
 
@@ -104,8 +104,9 @@ ROUNDS = [
 
 @pytest.mark.parametrize(("plus", "number"), ROUNDS)
 def test_every_choice_composes_and_converts(plus: str, number: int) -> None:
-    """One choice of each group at a time, so that a few rounds have all; in the first
-    they are appended as well.
+    """Each round has one choice of every group, so that a few rounds have all choices.
+
+    The first round also puts a `+` before each choice.
     """
     chosen = {
         group: choices[number % len(choices)] for group, choices in CHOICES.items()
@@ -245,7 +246,7 @@ def test_a_short_run_decays_for_half_of_its_iterations() -> None:
 
 
 def test_a_key_of_another_policy_is_offered_with_that_policy_only() -> None:
-    # where ckpt=none is chosen
+    # ckpt=none is chosen here
     offer = error_of(compose_settings, ["ckpt.keep=2"]).removeprefix("ckpt.keep: ")
     assert "keep" not in offer or "ckpt=dense" in offer
     of_faults = (

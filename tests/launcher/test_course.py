@@ -1,5 +1,6 @@
-"""A run goes on as it began: its schedule when it is made longer, its samples when
-another run begins from it.
+"""A longer run keeps the schedule and the samples with which the run began.
+
+A run that begins from another run's checkpoint continues with the next sample.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ SHORT, LONG = "train.iterations=4", "train.iterations=8"
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """Settings that read the paragraphs of the LICENSE as documents of byte tokens."""
+    """Return settings that read the LICENSE's paragraphs as byte-token documents."""
     prefix = tmp_path_factory.mktemp("corpus") / "license"
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     for paragraph in (ROOT / "LICENSE").read_bytes().split(b"\n\n"):
@@ -48,8 +49,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of four iterations, with the lengths of its schedule derived from
-    them.
+    """A finished run of four iterations.
+
+    The lengths of its schedule derive from the number of iterations.
     """
     folder = tmp_path_factory.mktemp("course") / "short"
     train(1, folder, *DENSE, SHORT)
@@ -115,8 +117,9 @@ def test_another_run_takes_other_settings_from_a_checkpoint_on(
 def test_another_run_goes_on_with_the_next_sample_whatever_its_batches(
     tmp_path: Path,
 ) -> None:
-    """Nothing learns, so that a loss tells the samples: 32 to 47 are those of the third
-    batch of 16.
+    """The learning rate is 0, so that a loss identifies the samples.
+
+    Samples 32 to 47 are the samples of the third batch of 16.
     """
     still = (*DENSE, "train.lr=0", "train.min_lr=0")
     train(1, tmp_path / "small", *still, SHORT)
@@ -130,7 +133,8 @@ def test_another_run_goes_on_with_the_next_sample_whatever_its_batches(
     )
     train(1, tmp_path / "whole", *still, SHORT, "train.global_batch_size=16")
     shutil.rmtree(tmp_path / "large" / "checkpoints" / "iter_0000008")
-    # once more from its own checkpoint, whose place in the data the run folder has
+    # again, from the run's own checkpoint: the run folder has the place of this
+    # checkpoint in the data
     train(
         1,
         tmp_path / "large",
@@ -163,8 +167,9 @@ def test_a_checkpoint_of_another_model_names_what_differs(
 def test_a_longer_run_reads_the_same_samples_of_a_corpus(
     corpus: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Megatron shuffles the samples of a whole run: those of a longer one would come in
-    another order.
+    """Megatron shuffles all samples of a run together.
+
+    The samples of a longer run would come in another order.
     """
     settings = (*DENSE, *corpus)
     train(1, folder := tmp_path / "run", *settings, SHORT)
@@ -177,8 +182,9 @@ def test_a_longer_run_reads_the_same_samples_of_a_corpus(
 def test_a_corpus_has_the_samples_of_another_run_and_of_its_own(
     corpus: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """The first run has read more samples than the second would have by then in its
-    smaller batches.
+    """The first run has read more samples than the second run would have by then.
+
+    The second run has smaller batches.
     """
     still = (*DENSE, *corpus, "train.lr=0", "train.min_lr=0")
     train(1, tmp_path / "first", *still, SHORT, "train.global_batch_size=16")
@@ -192,7 +198,7 @@ def test_a_corpus_has_the_samples_of_another_run_and_of_its_own(
         "train.global_batch_size=16",
         f"train.resume={tmp_path}/first",
     )
-    # samples 64 to 79: two batches of 8, or one of 16
+    # samples 64 to 79: two batches of 8, or one batch of 16
     second_losses, third = losses(tmp_path / "second"), losses(tmp_path / "third")
     # sums of a few floats, exact in float64
     assert (second_losses[5] + second_losses[6]) / 2 == third[5]

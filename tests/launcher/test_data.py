@@ -1,4 +1,4 @@
-"""Training data: where tokens come from, and which samples make up a batch."""
+"""Training data: the sources of tokens, and the samples of each batch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def open_text(
 
 
 def flat_text(*, length: int = 10, seed: int = 7) -> FlatText:
-    """Tokens 0..999 to train on, 1000..1499 held out."""
+    """Return a text with tokens 0..999 to train on and 1000..1499 held out."""
     return FlatText(
         np.arange(1000),
         np.arange(1000, 1500),
@@ -62,8 +62,9 @@ def flat_text(*, length: int = 10, seed: int = 7) -> FlatText:
 
 
 class Numbers:
-    """A source whose samples repeat their own number, negative where held out, so that
-    a batch tells what is in it.
+    """A source whose samples repeat their own number, negative where held out.
+
+    A batch therefore shows the numbers of its samples.
     """
 
     vocab_size = 1
@@ -81,7 +82,7 @@ class Numbers:
 
 
 def batches_of(global_batch_size: int, micro_batch_size: int, dp: int) -> list[Batches]:
-    """Return the batches of each data-parallel rank, of samples of 5 tokens."""
+    """Return the batches of each data-parallel rank, with samples of 5 tokens."""
     train = replace(
         TRAIN,
         global_batch_size=global_batch_size,
@@ -133,7 +134,7 @@ def test_files_are_split_about_as_told_and_none_is_lost(fraction: float) -> None
     assert not set(kept) & set(held_out)
     assert sorted(kept + held_out) == sorted(files)
     assert len(held_out) / len(files) == pytest.approx(fraction, abs=0.05)
-    # in the order in which they came
+    # files keep their order
     assert kept == [path for path in files if path in set(kept)]
 
 
@@ -162,7 +163,7 @@ def test_a_sample_is_a_window_of_its_part_and_always_the_same(
     assert train.tolist() == list(range(train[0], train[0] + length))
     assert held_out.tolist() == list(range(held_out[0], held_out[0] + length))
     assert train[-1] < 1000 <= held_out[0]
-    again.train_sample(number + 1)  # what else was asked for makes no difference
+    again.train_sample(number + 1)  # other requests make no difference
     assert again.train_sample(number).tolist() == train.tolist()
     assert again.eval_sample(number).tolist() == held_out.tolist()
 

@@ -1,15 +1,15 @@
-"""ckpt=moevement under faults: ranks that live stay, lost state is rebuilt, and the run
-ends as if nothing had been.
+"""ckpt=moevement under faults: lost state is rebuilt, and ranks that live stay.
 
-Jobs of real supervisors, workers and replica daemons, each with a list of faults
-(tests/campaign.py), compared with the uninterrupted run bit for bit, after every
-iteration and recovery. Dropout is on throughout.
+The run ends as if no fault had happened. The jobs have real supervisors, workers and
+replica daemons, and a list of faults each (tests/campaign.py). The tests compare a job
+with the uninterrupted run bit for bit, after every iteration and recovery. Dropout is
+on throughout.
 
-With W = 2 a recovery to iteration t is followed by a snapshot of the whole state after
-t and by the windows t+1..t+2, t+3..t+4 and so on; every rank has a window once the
-gradients of the iteration after it are complete. So a rank that dies in iteration t+4,
-before its update, goes back to t+3 and runs two iterations again. Where every rank
-dies, all go back to the end of a window.
+With W = 2, a recovery to iteration t is followed by a snapshot of the whole state after
+t, and by the windows t+1..t+2, t+3..t+4 and so on. Every rank has a window once the
+gradients of the iteration after the window are complete. So a rank that dies in
+iteration t+4, before its update, goes back to t+3 and runs two iterations again. If
+every rank dies, all ranks go back to the end of a window.
 """
 
 from __future__ import annotations
@@ -61,8 +61,16 @@ def fault(
     dp: int = 2,
     **more: Any,
 ) -> Fault:
-    """Return a fault after which the stages of the dead ranks replay, and no others;
-    `dp` ranks train a stage.
+    """Return a fault after which only the stages of the dead ranks replay.
+
+    Args:
+        name: Name of the fault.
+        *at: Points of the fault.
+        back_to: Iteration from which all ranks continue, or the possible iterations.
+        executed: Iterations that each replaying rank runs again, or a number by rank;
+            None: not checked.
+        dp: Number of ranks that train a stage.
+        **more: Other fields of `Fault`.
     """
     described = Fault(
         name=name, at=at, back_to=back_to, executed=executed, replaying=None, **more
@@ -151,7 +159,7 @@ def test_a_rank_dies_in_each_phase(tmp_path: Path) -> None:
         fault("as digests are exchanged", Point(1, DONE), back_to=36, executed=1),
     ]
     job = survive(tmp_path, faults, *THIRTY_SIX, settings=["ckpt.window=2"])
-    # in some of these moments, both ranks of a stage wait for the other one
+    # at some of these moments, both ranks of a stage wait for the other stage
     assert any(
         event.kept_groups
         for rank in range(4)
@@ -161,8 +169,9 @@ def test_a_rank_dies_in_each_phase(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_ranks_that_communicate_through_host_memory_die(tmp_path: Path) -> None:
-    """With `runtime.backend=staged`, whose copies are clones here: the path of several
-    ranks on one GPU.
+    """Covers `runtime.backend=staged`, the path of several ranks on one GPU.
+
+    The copies of this backend are clones here.
     """
     faults = [
         fault("as ranks join", Point(1, JOIN), back_to=0, executed=0),
@@ -204,8 +213,9 @@ def test_ranks_that_communicate_through_host_memory_die(tmp_path: Path) -> None:
 
 
 def _kill_once_others_wait(job: ElasticJob, ranks: Sequence[int]) -> None:
-    """Kill ranks as soon as all but rank 1 wait for it, and do not just pass through a
-    collective operation.
+    """Kill ranks as soon as all ranks but rank 1 wait for rank 1.
+
+    A rank that just passes through a collective operation does not wait.
     """
     pages = [job.page(rank) for rank in (0, 2, 3)]
     looks: list[list[float]] = []
@@ -221,8 +231,9 @@ def _kill_once_others_wait(job: ElasticJob, ranks: Sequence[int]) -> None:
 
 
 def _kill_until_rank_1_has_left(job: ElasticJob, ranks: Sequence[int]) -> None:
-    """Kill ranks; return once rank 1 has left the generation and sends logs no
-    longer.
+    """Kill ranks; return once rank 1 has left the generation.
+
+    From then on rank 1 sends no logs.
     """
     generation = job.page(1).generation
     job.kill(*ranks)
@@ -233,8 +244,9 @@ def _kill_until_rank_1_has_left(job: ElasticJob, ranks: Sequence[int]) -> None:
 
 
 def test_a_rank_dies_while_a_recovery_goes_on(tmp_path: Path) -> None:
-    """With W = 3, router biases that have no gradients, and evaluations between
-    iterations. Three ranks hang.
+    """Covers W = 3, router biases without gradients, and frequent evaluations.
+
+    Evaluations come between iterations. Three ranks hang.
     """
     replayed = functools.partial(Point, phase=RECOVERY, skip=2)
     hangs = functools.partial(Point, 2, number=SIGSTOP)
@@ -332,8 +344,8 @@ def test_stages_are_lost_alone_together_and_with_their_nodes(tmp_path: Path) -> 
                 kills=[3],
                 back_to=17,
             ),
-            executed={0: 1, 3: 2},  # stage 0 goes on with its replay
-            # else it still gets the logs of the next iteration
+            executed={0: 1, 3: 2},  # stage 0 continues its replay
+            # otherwise rank 0 would still receive the logs of the next iteration
             then=_kill_until_rank_1_has_left,
         ),
         stages(
@@ -431,7 +443,7 @@ def test_host_memory_is_lost_or_damaged(tmp_path: Path) -> None:
             back_to=22,
             executed=None,
         ),
-        # stage 1 replays, too, where it has just recovered from its newest window
+        # stage 1 replays, too, if it has just recovered from its newest window
         Fault(
             name="a node right after",
             at=[Point(0, FORWARD, 23)],
@@ -483,7 +495,8 @@ def _damage_and_kill(job: ElasticJob, ranks: Sequence[int]) -> None:
 
 def _damage_a_needless_copy(job: ElasticJob, ranks: Sequence[int]) -> None:
     index = Path(job.worker(0).memory) / "held" / "rank0001" / "index"
-    # the replay of the step before leads to its start, and other ranks share its record
+    # this copy is needless: the replay of the previous step leads to the start of this
+    # step, and other ranks share the record of this step
     newest = max(
         index.glob("step-*.blob"), key=lambda path: int(path.stem.removeprefix("step-"))
     )
@@ -497,7 +510,7 @@ def test_a_job_of_which_nothing_is_left_fails_once(tmp_path: Path) -> None:
         4, tmp_path, "train.iterations=200", "ckpt.window=2", "ckpt.replicas=1"
     ) as job:
         job.wait_until(2, 4, FORWARD)
-        job.lose_nodes(2, 3)  # with the only copy
+        job.lose_nodes(2, 3)  # together with the only copy
         said = job.wait_for_failure()
     assert said.count("error: ") == 1, said
     assert "cannot be rebuilt at iteration" in said

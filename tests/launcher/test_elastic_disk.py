@@ -1,6 +1,4 @@
-"""Snapshots on local disks when all processes are gone: the next start goes on from
-them.
-"""
+"""Snapshots on local disks outlive all processes, and the next start loads them."""
 
 from __future__ import annotations
 
@@ -77,11 +75,11 @@ def test_the_next_start_goes_on_from_local_disks(tmp_path: Path) -> None:
 def test_a_job_stopped_with_notice_goes_on_where_it_was_safe_to_kill(
     tmp_path: Path,
 ) -> None:
-    """One worker stands still: supervisors bring its window to disk without it.
+    """One worker stands still: supervisors bring its window to disk without the worker.
 
-    A start without these disks is an error, as no other state is left. The next one
-    trains for longer: it replays the window, and goes on, under the schedule of the
-    first.
+    A start without these disks is an error, because no other state is left. The next
+    start trains for longer. That start replays the window, and continues under the
+    schedule of the first start.
     """
     run = tmp_path / "run"
 

@@ -1,5 +1,6 @@
-"""However a supervised job ends, it leaves no process and no shared memory, and says
-once why it failed.
+"""A supervised job that ends leaves no process and no shared memory.
+
+A job that fails prints its error once.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ def _kill_the_agent(job: ElasticJob) -> None:
 
 
 def _interrupt_all(job: ElasticJob) -> None:
-    """What Ctrl-C in a terminal does."""
+    """Interrupt all processes of a job, as Ctrl-C in a terminal does."""
     for pid in job.processes():
-        # the first that heard of it have ended others already
+        # processes that received the signal first may have ended others already
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGINT)
 
@@ -56,7 +57,7 @@ def test_nothing_is_left_of_a_job_that_was_ended(
     with ElasticJob(2, tmp_path, *LONG) as job:
         job.wait_until(1, 3)
         end(job)
-        job.wait_for_failure()  # fails where anything is left
+        job.wait_for_failure()  # fails if anything is left
 
 
 def test_nothing_is_left_where_the_agent_dies_during_a_recovery(tmp_path: Path) -> None:
@@ -161,9 +162,7 @@ def test_a_setting_that_cannot_be_is_one_error(
 def test_data_that_change_while_a_job_runs_end_it_and_lose_no_iteration(
     tmp_path: Path,
 ) -> None:
-    """Processes, as nothing but a worker that a supervisor forks later reads the file
-    again.
-    """
+    """Needs processes: only a worker that is forked later reads the file again."""
     text, run = tmp_path / "text", tmp_path / "run"
     text.write_bytes((ROOT / "LICENSE").read_bytes())
     training = (*PP2, "train.iterations=16", "data=text", f"data.path={text}")
@@ -192,8 +191,9 @@ def test_data_that_change_while_a_job_runs_end_it_and_lose_no_iteration(
 
 @pytest.mark.full
 def test_a_sick_place_ends_the_job_which_goes_on_elsewhere(tmp_path: Path) -> None:
-    """Rank 0 is replaced, as the health command finds its place well; then rank 1 dies
-    at a place that is sick.
+    """Rank 0 is replaced, because the health command finds the place of rank 0 healthy.
+
+    Then rank 1 dies at a sick place.
     """
     training = (
         *PP2,

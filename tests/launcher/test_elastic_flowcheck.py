@@ -1,5 +1,6 @@
-"""flowcheck under faults: all ranks go back to the newest iteration that every
-checkpoint server has made, exactly.
+"""flowcheck under faults: all ranks go back exactly to the servers' newest state.
+
+The newest state is that of the newest iteration that every checkpoint server has made.
 """
 
 from __future__ import annotations
@@ -30,7 +31,12 @@ WAITING = "ckpt.max_lag_iters=0"
 
 
 def newest(iteration: int, lag_iters: int = 2) -> range:
-    """The iterations that all servers may have when a fault strikes in `iteration`."""
+    """Return the iterations that all servers may have when a fault strikes.
+
+    Args:
+        iteration: The iteration of the fault.
+        lag_iters: The number of iterations by which servers may lag.
+    """
     return range(max(0, iteration - 1 - lag_iters), iteration + 1)
 
 
@@ -106,13 +112,14 @@ _POINTS = {
 
 
 def _can_be_supervised(row: Row) -> bool:
-    """Leave out jobs that differ or hang before a fault under every policy with
-    supervisors.
+    """Return whether a job of this row runs like its reference under supervisors.
 
-    A job of one rank computes with other thread counts than its reference. Where one
-    stage has no experts and the optimizer is whole, a rank that builds its model alone
-    makes no optimizer for experts, and norms do not meet; with expert parallelism its
-    digests lack the learning rate of that empty optimizer.
+    Other jobs differ or hang before a fault, under every policy with supervisors. A job
+    of one rank computes with another number of threads than its reference. If one stage
+    has no experts and the optimizer is not sharded, a rank that builds its model alone
+    makes no optimizer for experts, and the norms never meet. With expert parallelism,
+    the digests of such a rank lack the learning rate of the empty optimizer for
+    experts.
     """
     has_dense_stage = row["first layer"] == "dense" and LAYOUTS[row["layout"]].pp > 1
     return row["layout"] != "PP1" and not (

@@ -1,5 +1,6 @@
-"""Many faults in one run: nothing wears off. Every recovery succeeds, and the run ends
-as if nothing had been.
+"""Many faults in one run have no lasting cost, and every recovery succeeds.
+
+The run ends as if no fault had happened.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from tests.waits import JOB_S
 def test_deaths_of_one_rank_cost_the_others_nothing_that_stays(
     deaths: int, tmp_path: Path
 ) -> None:
-    """Rank 1 lives through all deaths of rank 0; it and both supervisors, which fork,
-    are measured at each of them.
+    """Measure rank 1 and both supervisors at each death of rank 0.
 
-    One file more may be open for a moment. Memory grows a little at first, by what
+    Rank 1 lives through all deaths. Supervisors are measured because they fork. One
+    more file may be open for a moment. Memory grows a little at first, because
     libraries cache.
     """
     chosen, used = random.Random(4), []
@@ -88,9 +89,7 @@ def _cache_little() -> None:
 def _survive_chaos(
     folder: Path, seed: int, *, deaths: int, iterations: int, timeout_s: float = JOB_S
 ) -> None:
-    """Kill until so many processes have died, and compare what the job leads to with
-    the uninterrupted one.
-    """
+    """Kill until enough processes have died; compare with the uninterrupted job."""
     training = (f"train.iterations={iterations}",)
     with ElasticJob(4, folder, *training, *ENDURING, timeout_s=timeout_s) as job:
         chaos = Chaos(job, seed)

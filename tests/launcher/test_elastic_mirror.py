@@ -1,8 +1,7 @@
-"""ckpt.capture=mirror in whole jobs: servers make every state from the frames of gloo's
-own connections, bit for bit.
+"""ckpt.capture=mirror in whole jobs: servers make every state bit for bit.
 
-No engine test has gloo, TCP and Megatron's buffers together. On one machine the
-loopback interface is the mirror port.
+The servers read the frames of gloo's own connections. No engine test has gloo, TCP and
+Megatron's buffers together. On one machine the loopback interface is the mirror port.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def test_servers_make_every_state_from_frames(tmp_path: Path) -> None:
 def test_servers_follow_every_layout_through_faults(
     layout: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """With EP=2 and DP=2 experts have no traffic: their gradients are tapped."""
+    """With EP=2 and DP=2, experts have no traffic: ranks tap experts' gradients."""
     require_port("lo")
     training = ("train.iterations=10", UNSHARDED, *layout)
     faults = [
@@ -126,8 +125,9 @@ def test_a_job_with_lost_frames_takes_snapshots_and_ends_exactly(
 @pytest.mark.full
 @pytest.mark.parametrize("pp", [1, 2])
 def test_servers_on_hosts_follow_a_hundred_iterations(pp: int, tmp_path: Path) -> None:
-    """Four hosts, each with its own address and mirror port; a rank is killed at
-    iteration 60.
+    """Four hosts have an address and a mirror port each.
+
+    A rank is killed at iteration 60.
     """
     reason = hosts.why_impossible() or (
         "there are hosts already" if hosts.is_up() else None

@@ -1,7 +1,7 @@
-"""moc and moetion under faults: with all experts nothing is lost, with some tokens are.
+"""moc and moetion under faults: snapshots of all experts lose nothing.
 
-That each expert then is in the state of its snapshot, and how many tokens that loses,
-is for tests/engine/test_partial_recovery.py to prove.
+Snapshots of some experts lose tokens. tests/engine/test_partial_recovery.py proves that
+each expert is then in the state of its snapshot, and how many tokens are lost.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ LIMITED = ("model.moe_capacity_factor=1.0", "train.sequence_length=64")
 
 
 def test_moetion_with_all_experts_loses_nothing(tmp_path: Path) -> None:
-    """Peers make the snapshots of experts from gradients: a node's state comes from
-    these.
+    """Peers make the snapshots of experts from gradients.
+
+    The state of a lost node comes from these snapshots.
     """
     again = (Point(2, Phase.RECOVERY), Point(1, Phase.JOIN))
     faults = [
@@ -135,11 +136,12 @@ def _chosen(stretch: Stretch) -> list[ExpertsChosen]:
 
 
 def test_moc_loses_what_came_since_experts_were_saved(tmp_path: Path) -> None:
-    """Two levels: a rank that loses its memory has its experts from storage, all others
-    from memory.
+    """A rank that loses its memory has its experts from storage.
 
-    As faults cost too much, the experts of a snapshot double: what was known before a
-    fault still counts.
+    All other ranks have their experts from memory.
+
+    The faults cost too many tokens, so the number of experts in a snapshot doubles:
+    losses that were known before a fault still count.
     """
     faults = [
         all_go_back("a process", 6, Point(2, Phase.BACKWARD, 9)),
@@ -173,8 +175,9 @@ def test_moc_loses_what_came_since_experts_were_saved(tmp_path: Path) -> None:
 
 
 def test_moetion_makes_up_for_lost_tokens_with_capacity(tmp_path: Path) -> None:
-    """Peers bring back the experts that a lost node had sent them; what is left to make
-    up survives the next fault.
+    """Peers bring back the experts that a lost node had sent to peers.
+
+    The tokens that are left to make up survive the next fault.
     """
     faults = [
         all_go_back("a process", 6, Point(2, Phase.BACKWARD, 9)),
@@ -213,8 +216,10 @@ def test_moetion_makes_up_for_lost_tokens_with_capacity(tmp_path: Path) -> None:
 
 
 def check_boost(run: Path, global_rank: int) -> None:
-    """Experts that have lost tokens get more capacity from the next iteration on, until
-    all is made up.
+    """Check the capacity of experts that have lost tokens.
+
+    These experts get more capacity from the next iteration on, until all lost tokens
+    are made up.
     """
     _, first, second, _ = stretches_of(run, global_rank)
     for stretch in (first, second):

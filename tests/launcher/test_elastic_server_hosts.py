@@ -1,5 +1,6 @@
-"""ckpt.servers=hosts in whole jobs: states are on hosts that train nothing, and bring
-lost ranks back bit for bit.
+"""ckpt.servers=hosts in whole jobs: states on other hosts restore ranks bit for bit.
+
+The hosts of the servers train nothing.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ LOST_AT = 25
 def test_a_spare_takes_the_place_of_a_lost_server_host(
     capture: str, tmp_path: Path
 ) -> None:
-    """Rank 1 is killed, then the server's host is lost, then rank 0 is killed: the
-    spare has its state.
+    """The spare host has the state of rank 0 when rank 0 is killed.
+
+    Before that, rank 1 is killed, and then the server's host is lost.
     """
     captures = mirror_of(hosts.INTERFACE) if capture == "mirror" else ()
     with network_of(4):
@@ -88,7 +90,7 @@ def test_training_hosts_take_over_once_no_server_host_is_left(tmp_path: Path) ->
 
 
 def _server_host(job: HostsJob) -> int:
-    """Return the host of the server that holds states; the other one has a spare."""
+    """Return the host of the server that holds states; the other server is a spare."""
     return next(
         host
         for host in (2, 3)

@@ -1,8 +1,7 @@
-"""`run.exactness=state`: no pass repeats itself, and after each death every rank has a
-state that it had logged before.
+"""`run.exactness=state`: after a death, ranks have states that they had logged before.
 
-Real jobs: what is compared is what real processes had in memory before one of them was
-killed.
+Training here never reaches a state twice. The jobs are real, because the tests compare
+the states that real processes had in memory before one of the processes was killed.
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ SETTINGS = {
     ),
     "flowcheck": ("ckpt.max_lag_iters=0",),
 }
-# a window from memory, and units of which peers make some
+# in the default run: gemini recovers whole snapshots from memory, moetion recovers
+# experts, and peers make some of the snapshots of experts
 IN_SHORT = ("gemini", "moetion")
 FAULTS = [
     all_go_back("as an iteration begins", range(4), Point(2, Phase.FORWARD, 4)),
@@ -54,8 +54,9 @@ PROMISE = ("run.exactness=state", "run.digest_tensors=true")
 
 
 def test_no_state_is_reached_twice_by_training(tmp_path: Path) -> None:
-    """Else a replay would end in the states of before, and the tests below could not
-    tell it from a recovery.
+    """A replay must not end in states from before the fault.
+
+    Otherwise the tests below could not tell a replay from a recovery.
     """
     at = Point(0, Phase.BACKWARD, 7)
     fault = Fault(
@@ -94,7 +95,8 @@ def test_all_ranks_have_a_state_from_before(tmp_path: Path, policy: str) -> None
     )
     digests = read_digests(job.run)
     assert digests.exactness == "state"
-    # a rank that had died before it logged an iteration has nothing to compare there
+    # a rank that dies before it logs an iteration has no digest of that iteration to
+    # compare
     assert len(digests.returns) > len(FAULTS) * (WORLD_SIZE - 1) - 1
     assert first_changed(digests, may_be_older=False) is None
     if policy in ("moc", "moetion"):
@@ -142,9 +144,9 @@ def test_all_ranks_have_the_state_of_a_checkpoint_after_a_start(
     tmp_path: Path,
     is_async: bool,
 ) -> None:
-    """`dense` replaces no rank: all ranks start again, which torchrun's restarts do.
+    """`dense` replaces no rank: all ranks start again, as torchrun's restarts do.
 
-    Processes: a state that survives is what another process reads of it from a disk.
+    Needs processes: a state survives if another process reads the state from a disk.
     """
     settings = (
         *("ckpt=dense", "ckpt.every_iters=2", "train.iterations=10"),

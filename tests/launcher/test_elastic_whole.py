@@ -1,5 +1,6 @@
-"""gemini and checkfreq under faults: ranks that live keep their processes, all go back
-to one snapshot, exactly.
+"""gemini and checkfreq under faults: all ranks go back to one snapshot, exactly.
+
+Ranks that live keep their processes.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ EVERY_3 = ("ckpt.every_iters=3",)
 
 
 def loading_is_a_point_and_copies_fail() -> None:
-    """Let a rank enter RECOVERY once more when it loads a snapshot. No copy of a
-    snapshot of iteration 18 arrives.
+    """Let a rank enter RECOVERY once more when the rank loads a snapshot.
+
+    No copy of a snapshot of iteration 18 arrives.
     """
     call_is_a_point(RankOperators, "load", Phase.RECOVERY)
     copies_fail("snapshot-18-")
@@ -163,8 +165,9 @@ def test_two_nodes_are_lost_of_three_copies(tmp_path: Path) -> None:
 
 
 def test_the_interval_is_chosen_by_measurements_and_kept(tmp_path: Path) -> None:
-    """Snapshots come every two iterations until the costs of three are known. Copies go
-    on under caps.
+    """Snapshots come every two iterations until the costs of three snapshots are known.
+
+    Copies continue under bandwidth caps.
     """
     host, peers = 40e6, 30e6
     caps = (f"ckpt.max_bytes_per_s.host={host}", f"ckpt.max_bytes_per_s.peers={peers}")

@@ -1,10 +1,9 @@
-"""The first promise: a run that loses its state, or is killed, ends bit for bit where
-the uninterrupted run ends.
+"""The first promise: a run with faults ends bit for bit as the uninterrupted run does.
 
-Compared are the digest of every rank's parameters, master weights, moments, step
-counts, buffers, loss scaler, schedule and generators, the loss of every iteration, and
-the evaluation. Dropout is on throughout. Jobs that live on when their ranks are killed
-are those of tests/launcher/test_elastic.py.
+A run loses its state, or is killed. The tests compare the loss of every iteration, the
+evaluation, and the digest of every rank's parameters, master weights, moments, step
+counts, buffers, loss scaler, schedule and generators. Dropout is on throughout. Jobs
+that live on when their ranks are killed are tested in tests/launcher/test_elastic.py.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def test_recovered_run_equals_the_uninterrupted_one(job: Job, tmp_path: Path) ->
     assert outcome_of(tmp_path, result) == uninterrupted(job.world_size, *job.training)
 
 
-# --- a run that has ended goes on from a checkpoint on disk
+# --- a killed run resumes from a checkpoint on disk
 
 
 @pytest.mark.parametrize("row", resumed_rows(), ids=name_of)
@@ -116,7 +115,7 @@ def test_a_run_resumes_exactly_before_its_first_update(
 @pytest.mark.parametrize(
     ("ranks", "iteration", "phase", "resumes_after"),
     [
-        ((0, 1), 1, "gradients", None),  # before anything was saved: from the beginning
+        ((0, 1), 1, "gradients", None),  # before any save: from the beginning
         ((0, 1), 4, "while-saving", 2),
         ((0, 1), 5, "after-save", 5),
         pytest.param((0,), 4, "while-saving", 2, marks=pytest.mark.full),
@@ -150,7 +149,7 @@ def test_killed_run_resumes_exactly(
         expected.digest_per_rank,
         expected.eval_loss,
     )
-    # died between its save and its event
+    # the run died between the save and the event of this iteration
     unlogged = {iteration} if phase == "after-save" else set()
     assert found.losses == {
         i: loss for i, loss in expected.losses.items() if i not in unlogged

@@ -1,5 +1,6 @@
-"""A source that passes every check and is no good all the same: the loss tells, and all
-ranks go one step down.
+"""A corrupt source that passes every check shows in the loss.
+
+All ranks then go one step down, to another source.
 """
 
 from __future__ import annotations
@@ -34,8 +35,11 @@ GOES_ON = "training goes on as it is: nothing else leads elsewhere"
 
 
 def spoil(windows: Collection[int], *, by_bit: bool = False) -> None:
-    """Let rank 3's snapshots of these iterations be NaN, or wrong in one bit, before
-    they are checksummed.
+    """Damage rank 3's snapshots before their checksums are computed.
+
+    Args:
+        windows: Starts of the windows whose snapshots are damaged.
+        by_bit: Whether one bit is wrong. By default the snapshots are NaN.
     """
     take_all = SnapshotEngine._take_all
 
@@ -65,7 +69,7 @@ def not_a_number(losses: Losses) -> Losses:
 
 
 def diverge(iterations: Collection[int]) -> None:
-    """Let training itself lead to a loss that is NaN in these iterations."""
+    """Let training itself lead to a NaN loss in these iterations."""
     train_on = StagePasses.train_on
 
     def train_on_nothing(self: StagePasses, iteration: int) -> Losses:
@@ -76,9 +80,7 @@ def diverge(iterations: Collection[int]) -> None:
 
 
 def diverge_once(at_iteration: int, rank: int) -> None:
-    """Let an iteration's loss be NaN by this rank when it first comes in its
-    process.
-    """
+    """Let this rank report a NaN loss when its process first runs this iteration."""
     train_on, seen = StagePasses.train_on, set[int]()
 
     def train_on_nothing(self: StagePasses, iteration: int) -> Losses:
@@ -94,9 +96,7 @@ def diverge_once(at_iteration: int, rank: int) -> None:
 
 
 def write_in_time() -> None:
-    """Let each snapshot reach all peers and disks that it is for before the next
-    update.
-    """
+    """Let each snapshot reach all of its peers and disks before the next update."""
     confirm = InMemoryTier._confirm
 
     def confirm_and_write(self: InMemoryTier, *, wait: bool) -> None:
@@ -113,8 +113,9 @@ def corrupt_and_diverge() -> None:
 
 
 def test_corrupt_sources_are_left_one_by_one(tmp_path: Path) -> None:
-    """Snapshots every 5 iterations in memory, on peers and local disks; whole
-    checkpoints every 4.
+    """Snapshots come every 5 iterations, in memory, on peers and on local disks.
+
+    Whole checkpoints come every 4 iterations.
     """
     memory, disk = "host memory at iteration {}", "local disk at iteration {}"
     checkpoints = tmp_path / "run" / "checkpoints"
@@ -198,10 +199,15 @@ def test_corrupt_sources_are_left_one_by_one(tmp_path: Path) -> None:
 
 
 def loading_from_disk_is_a_point(owner: type, name: str, marker: Path) -> None:
-    """Let rank 3's loss be NaN when iteration 7 comes again, until rank 2 enters
-    RECOVERY for a load from a disk.
+    """Let rank 2 enter RECOVERY at its first load from a disk.
 
-    A checkpoint is torn then.
+    Until then, the loss of rank 3 is NaN when iteration 7 comes again. If the load is
+    of a checkpoint, the checkpoint is torn at that moment.
+
+    Args:
+        owner: The class of the method that loads from a disk.
+        name: The name of the method.
+        marker: The file that exists once rank 2 has entered RECOVERY.
     """
     train_on, seen = StagePasses.train_on, set[int]()
 
@@ -258,8 +264,10 @@ def test_a_rank_dies_while_all_step_down(
     serves: dict[str, Any],
     tmp_path: Path,
 ) -> None:
-    """Until a checkpoint is loaded memory is as it was, and serves where that is lost;
-    a disk goes through memory.
+    """A load of a checkpoint leaves memory as it was until the checkpoint is loaded.
+
+    If the checkpoint is lost before that, memory serves. A load from a local disk goes
+    through memory.
     """
     faults = [
         all_go_back("a process", 6, Point(0, Phase.REDUCE, 8)),
@@ -282,8 +290,12 @@ def test_a_rank_dies_while_all_step_down(
 
 
 def _save_a_bad_one_and_die(settings: Settings, folder: Path, by: float) -> None:
-    """Add to all weights as those after iteration 4 are saved; the next iteration is
-    the last.
+    """Save wrong weights after iteration 4, and die in the next iteration.
+
+    Args:
+        settings: Settings of the run.
+        folder: Folder of the run.
+        by: The number to add to all weights before the save.
     """
     start_save = MegatronDurableState.start_save
 

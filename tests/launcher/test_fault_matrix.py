@@ -1,8 +1,7 @@
-"""Every pair of a fault's class, its phase and the policy is in a campaign of `make
-test`.
+"""Every pair of fault class, phase and policy is in a campaign of `make test`.
 
-A campaign's list of faults is read by calling its test up to `survive`, which then
-starts no job.
+The test reads the faults of a campaign by calling the campaign's test up to `survive`,
+which then starts no job.
 """
 
 from __future__ import annotations
@@ -29,8 +28,10 @@ SIGNAL, HANG, EXCEPTION, NODE, DAEMON = CLASSES = (
     "node",
     "daemon",
 )
-"""`node`: a host is lost with its memory. Classes that a job meets by its network are
-those of test_partitions.py.
+"""Classes of faults.
+
+`node`: a host is lost with its memory. test_partitions.py covers the classes of faults
+of the network.
 """
 REPAIR = (Phase.JOIN, Phase.RECOVERY)
 PHASES = (
@@ -55,7 +56,7 @@ CAMPAIGNS = (
 Row = tuple[str, Phase, str]
 """A class, a phase and a policy."""
 Pair = frozenset[tuple[int, object]]
-"""Two values, each with its place in a row."""
+"""Two values, each with its position in a row."""
 
 
 def pairs_of(row: Row) -> set[Pair]:
@@ -63,8 +64,9 @@ def pairs_of(row: Row) -> set[Pair]:
 
 
 def can_be(row: Row) -> bool:
-    """Return whether a campaign can hold such a fault: nodes and daemons are struck
-    while a rank trains.
+    """Return whether a campaign can hold such a fault.
+
+    Campaigns strike nodes and daemons only while a rank trains.
     """
     kind, phase, _ = row
     return kind not in (NODE, DAEMON) or phase not in REPAIR
@@ -96,7 +98,7 @@ def _class_of(fault: Fault, point: Point, *, is_last: bool) -> str:
 
 
 class BegunError(Exception):
-    """A campaign would start its job now."""
+    """Raised where a campaign would start its job."""
 
 
 def campaigns(
@@ -116,7 +118,7 @@ def campaigns(
         raise BegunError
 
     for file in CAMPAIGNS:
-        # as pytest does, for its tests
+        # pytest imports test modules in the same way
         module = importlib.import_module(f"tests.launcher.{file}")
         patch.setattr(module, "survive", note)
         for name, test in inspect.getmembers(module, inspect.isfunction):

@@ -1,8 +1,7 @@
-"""Number formats of Table 7 (MoEvement): a run that loses its state ends bit for bit
-where the uninterrupted run ends.
+"""Number formats of MoEvement's Table 7: a run with a lost state ends bit for bit.
 
-The digest covers payloads, scales and step counts. Formats, policies and moments of a
-death are paired.
+The reference is the uninterrupted run. The digest covers payloads, scales and step
+counts. Formats, policies and moments of a death are paired.
 """
 
 from __future__ import annotations
@@ -99,7 +98,10 @@ def test_a_lost_state_is_rebuilt_in_every_format(
 def test_a_fault_after_an_evaluation_leaves_the_scales_of_a_run_without(
     tmp_path: Path,
 ) -> None:
-    """Passes of evaluations note largest values, too, and no recovery repeats one."""
+    """Evaluation passes note largest values, too.
+
+    No recovery repeats an evaluation.
+    """
     training = (
         "parallel.pp=2",
         "train.iterations=8",
@@ -159,7 +161,10 @@ POLICIES: dict[str, tuple[str, ...]] = {
     "moc": ("ckpt.k_snapshot=4", "ckpt.k_persist=4"),
     "moetion": ("ckpt.experts=4", "ckpt.remote_experts=4"),
 }
-"""With all experts in each snapshot of moc and moetion: nothing is lost."""
+"""Settings by policy.
+
+Snapshots of moc and moetion hold all experts, so nothing is lost.
+"""
 
 MOMENTS = [Phase.BACKWARD, Phase.FORWARD, Phase.STEP, Phase.BETWEEN]
 DEFAULT_ROWS = [[TIED, "gemini", Phase.BACKWARD]]
@@ -319,14 +324,16 @@ def test_a_format_that_cannot_be_is_one_error(
         train(2, tmp_path, "ckpt=moevement", "train.iterations=2", *overrides)
 
 
-# --- what a snapshot holds
+# --- contents of a snapshot
 
 
 def _parts_of_window(
     settings: Settings,
 ) -> list[list[tuple[str, str, torch.dtype, int]]]:
-    """Return the parts of each slot of this rank's newest window: tensor, role, type,
-    elements.
+    """Return the parts of each slot of this rank's newest window.
+
+    Returns:
+        For each slot, the tensor, role, type and number of elements of each part.
     """
     sessions: list[TrainingHooks] = []
     run(
@@ -369,8 +376,9 @@ TORCH = {
     ],
 )
 def test_a_slot_holds_the_bytes_of_the_formula(precision: str, tmp_path: Path) -> None:
-    """By element: operators of slot k in full, those of later slots as compute weights;
-    scales are 4 bytes a tensor.
+    """Slot k holds its operators in full, and later operators as compute weights.
+
+    The test compares numbers of elements. Scales take 4 bytes for each tensor.
     """
     overrides = (
         *PP2_DP2,
@@ -424,7 +432,8 @@ def test_a_slot_holds_the_bytes_of_the_formula(precision: str, tmp_path: Path) -
 
 def _dtypes_of(stored: StateFormat, role: str, activations: str) -> set[torch.dtype]:
     if role == COMPUTE:
-        # FP8: of linear layers in the decoder only; FP8 parameters keep it as bytes
+        # FP8 compute weights: of linear layers in the decoder only, and as bytes with
+        # FP8 parameters
         return {
             TORCH[stored.compute],
             TORCH[activations],
@@ -436,6 +445,3 @@ def _dtypes_of(stored: StateFormat, role: str, activations: str) -> set[torch.dt
         EXP_AVG_SQ: stored.exp_avg_sq,
     }[role]
     return {torch.int16 if chosen == "remainder" else TORCH[chosen]}
-
-
-# --- everything that a format stores is needed

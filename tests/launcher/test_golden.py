@@ -1,5 +1,6 @@
-"""The tiny preset learns as it did when its losses were written down; another processor
-may round differently.
+"""The tiny preset learns as it did when its losses were recorded.
+
+The comparison has a tolerance, because another processor may round differently.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""A node's loss against what does not hold still for it: a supervisor that replaces
-workers, a daemon that writes.
-"""
+"""The loss of a node, while its supervisor replaces workers and its daemon writes."""
 
 from __future__ import annotations
 
@@ -35,8 +33,9 @@ def await_true(look: Callable[[], object]) -> None:
 
 
 def bear(_: Connection, run: Path, memory: Path) -> None:
-    """Be the supervisor of workers that live long, so that to look takes a while, and
-    of new ones at every moment.
+    """Act as the supervisor of long-lived workers and of a new worker at every moment.
+
+    The long-lived workers make a look at all workers take a while.
     """
     for rank in range(1, NUM_RANKS):
         write_live(
@@ -122,15 +121,15 @@ def test_a_dead_workers_memory_is_lost_before_its_successor_starts(
 
 
 def keep_writing(_: Connection, memory: Path) -> None:
-    """Be a daemon: new files in its folders, which it makes again where they are gone.
+    """Act as a daemon that writes new files, and recreates folders that are gone.
 
-    Each time it looks up a folder once and then writes there, as the kernel does within
+    Each round looks up a folder once and then writes there, as the kernel does within
     one call.
     """
     for number in count():
         for part in ("own", "held/rank0001"):
             folder = memory / part
-            # deleted just now, maybe while mkdir looked
+            # a folder may be deleted just now, even while mkdir looks
             with contextlib.suppress(FileNotFoundError, FileExistsError):
                 folder.mkdir(parents=True, exist_ok=True)
                 found = os.open(folder, os.O_DIRECTORY)
@@ -167,13 +166,14 @@ def test_a_daemon_may_write_and_delete_while_memory_is_lost(
     folder = memory / "held" / "rank0001"
     folder.mkdir(parents=True)
     (folder / "written").touch()
-    # as a daemon's call has it that looked up the folder before its loss
+    # as in a daemon's call that looked up the folder before the loss
     found = os.open(folder, os.O_DIRECTORY)
     goes_on, meanwhile = getattr(os, call), []
 
     def comes_between(path: str, *, dir_fd: int | None = None) -> None:
-        """The call as `kill_node` makes it; just before the first one, the daemon
-        creates or deletes a file.
+        """Act as the call that `kill_node` makes.
+
+        Just before the first call, the daemon creates or deletes a file.
         """
         if not meanwhile:
             meanwhile.append(path)

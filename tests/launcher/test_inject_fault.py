@@ -1,5 +1,6 @@
-"""Faults injected into a running job of real processes (tests/jobs.py): by command, by
-plan, by function.
+"""Faults injected into a running job: by command, by plan, by function.
+
+The jobs are of real processes (tests/jobs.py).
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ from tests.waits import WAIT_S
 
 @pytest.fixture(scope="module")
 def parked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    """Two ranks on two nodes, parked, which each test leaves as it found them, though
-    with other workers.
+    """Two parked ranks on two nodes.
+
+    Each test leaves the job as found, though with other workers.
     """
     with parked_job(tmp_path_factory.mktemp("parked"), 2) as (job, _):
         yield job
@@ -60,13 +62,13 @@ def inject(job: Job, *arguments: str) -> int:
 
 
 def kill_at_once(job: Job, rank: int) -> None:
-    """Let the command kill a rank, and wait until it has died."""
+    """Kill a rank with the command, and wait for the death."""
     assert inject(job, "--rank", str(rank)) == 0
     job.wait_for_death(rank)
 
 
 def wait_for_successor(job: Job, rank: int) -> Died:
-    """Wait until a worker has died and the next one is parked; return how it died."""
+    """Wait until a worker has died and its successor is parked; return the death."""
     died = job.wait_for_death(rank)
     job.wait_to_park(rank)
     return died
@@ -149,7 +151,7 @@ def test_a_stopped_rank_hangs_at_once_or_at_its_point(
 
 
 def host_memory(job: Job, rank: int) -> list[str]:
-    """Return what the first incarnation has left."""
+    """Return the parts of host memory that the first incarnation has left."""
     return sorted(
         part
         for part in ("own", "held")
@@ -364,7 +366,7 @@ def test_a_strike_waits_for_all_its_workers(tmp_path: Path) -> None:
         calls = count()
 
         def clock() -> float:
-            if next(calls) == 9:  # by then it has looked more than once
+            if next(calls) == 9:  # by then the injector has looked more than once
                 job.release(0)
             return time.monotonic()
 
@@ -636,7 +638,7 @@ def test_a_run_without_live_workers_is_an_error(
     with parked_job(tmp_path, 2) as (job, _):
         pass
     assert len(read_written(job.run)) == 2
-    for rank in (0, 1):  # stale: this process has their pid now
+    for rank in (0, 1):  # stale: this process has the pid of the workers now
         rewrite_live(job.run, rank, pid=os.getpid(), **change)
     assert inject(job) == 1
     said = capsys.readouterr().err
@@ -758,7 +760,7 @@ def test_wrong_use_is_one_line(
 def status_of(job: Job, arguments: list[str]) -> object:
     try:
         return inject(job, *arguments)
-    except SystemExit as end:  # argparse's way
+    except SystemExit as end:  # argparse exits
         return end.code
 
 

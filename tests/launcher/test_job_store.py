@@ -1,5 +1,6 @@
-"""The store that ranks share may be slow, silent or gone: what is to be said is said
-all the same, and soon.
+"""The store that ranks share may be slow, silent or gone.
+
+Ranks print errors nevertheless, and soon.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ from tests.ranks import run_ranks
 
 @contextlib.contextmanager
 def port_of(*, listens: bool) -> Iterator[int]:
-    """Give the port of a server that takes connections and never says anything, or of
-    none.
+    """Yield the port of a silent server, or a port without a server.
+
+    The silent server accepts connections and never answers.
     """
     with ExitStack() as stack:
         port = held_port(stack)
@@ -74,7 +76,7 @@ def say_to_a_store(count: int) -> str:
 
 
 class Closed(io.StringIO):
-    """The stderr of a rank that is ended before it prints."""
+    """The stderr of a rank that ends before printing."""
 
     def write(self, _: str) -> int:
         raise BrokenPipeError
@@ -126,7 +128,7 @@ def test_a_store_that_does_not_answer_is_an_error_in_time() -> None:
 
 
 def use_etcd_for(job: str, members: str) -> str:
-    """Return the error of using an etcd for a job of this name."""
+    """Return the error of using an etcd cluster for a job with this name."""
     etcd_client._PATIENCE_S = 0.2
     os.environ["TORCHELASTIC_RUN_ID"] = job
     message = error_of(use_etcd, members)
@@ -181,8 +183,10 @@ def test_ranks_meet_on_etcd(tmp_path: Path, stack: ExitStack) -> None:
 
 
 def signal_hosted_store(port: int) -> int:
-    """Host a store on rank 0, and send its process the signals of a scheduler; then use
-    it.
+    """Host a store on rank 0, and send its process the signals of a scheduler.
+
+    Returns:
+        The result of an addition in the store after the signals.
     """
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     pids: list[int] = []
@@ -198,7 +202,8 @@ def signal_hosted_store(port: int) -> int:
 
 
 def test_a_hosted_store_serves_after_notice_of_an_end(stack: ExitStack) -> None:
-    """torchrun's signals go to its process as well, while ranks save and report their
-    last iterations.
+    """torchrun signals the process of the store, too.
+
+    Meanwhile ranks save and report their last iterations.
     """
     assert run_ranks(1, signal_hosted_store, held_port(stack)) == [2]

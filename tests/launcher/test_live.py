@@ -1,4 +1,4 @@
-"""Which workers live: their files against the processes that there are."""
+"""Live workers: the files of workers are compared with the processes that exist."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def other() -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run whose rank 3 is this process."""
+    """A run in which this process is rank 3."""
     StatusPage(tmp_path / "page")
     write_live(
         tmp_path,
@@ -51,7 +51,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Let a process end, but leave it a zombie."""
+    """End a process, but leave a zombie."""
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
@@ -92,12 +92,13 @@ def test_workers_come_by_rank_in_their_newest_incarnation_and_go(run: Path) -> N
 @pytest.mark.parametrize(
     ("changes", "running"),
     [
-        # the pid is another process's now; the supervisor lives
+        # another process has the worker's pid now; the supervisor lives
         ({"start_ticks": 1}, True),
-        # the supervisor's, too
+        # another process has the supervisor's pid, too
         ({"start_ticks": 1, "supervisor_start_ticks": 1}, False),
         ({"boot": "of another machine"}, False),
-        ({"pid_namespace": 1}, False),  # a container's: its pids are others' here
+        # a container's pids belong to other processes here
+        ({"pid_namespace": 1}, False),
         ({"memory": "/nonexistent"}, True),
     ],
 )

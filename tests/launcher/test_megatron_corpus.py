@@ -1,6 +1,4 @@
-"""An existing .bin/.idx corpus trains, through Megatron's own dataset, and resumes like
-any other data.
-"""
+"""A .bin/.idx corpus trains through Megatron's dataset, and resumes exactly."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ DENSE = ("ckpt=dense", "ckpt.every_iters=2", "train.iterations=4")
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The paragraphs of this repository's LICENSE as documents of byte tokens."""
+    """Path prefix of a corpus: the LICENSE's paragraphs as byte-token documents."""
     prefix = tmp_path_factory.mktemp("corpus") / "license"
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     for paragraph in (ROOT / "LICENSE").read_bytes().split(b"\n\n"):

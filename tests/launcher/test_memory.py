@@ -1,5 +1,6 @@
-"""A model that cannot fit is refused before it is built, by the bytes of its weights
-and optimizer states.
+"""A model that cannot fit into memory is refused before it is built.
+
+The check counts the bytes of weights and optimizer states.
 """
 
 from __future__ import annotations
@@ -50,8 +51,10 @@ def test_one_rank_has_all_bytes_of_each_parameter(
     "split", ["parallel.pp=2", "parallel.pp=4", "parallel.ep=4", "parallel.tp=4"]
 )
 def test_the_ranks_of_a_job_share_the_optimizer_states(split: str) -> None:
-    """All in all there are at least as many bytes as on one rank, and no more optimizer
-    states.
+    """All ranks together have the optimizer states of one rank, and no more.
+
+    The weights of all ranks have at least the bytes of one rank's weights, and at most
+    four times as many.
     """
     sizes = bytes_of(4, split, *(["parallel.pp=1"] if "pp" not in split else []))
     weights = sum(sizes) - 12 * num_parameters()

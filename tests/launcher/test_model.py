@@ -1,5 +1,6 @@
-"""The parameter count from settings is what Megatron builds, for every setting and
-layer that a CPU can build.
+"""The parameter count from settings equals the count of the model that Megatron builds.
+
+Every setting and layer that a CPU can build is covered.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def _synchronizes_after_transfers() -> bool:
 
 
 def test_pipeline_transfers_do_not_synchronize_the_device() -> None:
-    """Megatron's default waits, after each transfer, for all streams: also for the
-    copies of a whole snapshot.
+    """Megatron's default waits for all streams after each transfer.
+
+    Such a wait includes the copies of a whole snapshot.
     """
     assert run_ranks(1, _synchronizes_after_transfers) == [False]

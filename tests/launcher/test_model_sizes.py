@@ -22,14 +22,14 @@ def model_named(name: str) -> ModelConfig:
 
 
 def billions(name: str) -> tuple[float, float]:
-    """Return (total, active) parameters."""
+    """Return the total and the active parameters, in billions."""
     model = model_named(name)
     vocab_size = BYTE_VOCABULARY if model.vocab_size == AUTO else int(model.vocab_size)
     total, active = count_parameters(model, vocab_size, SEQUENCE_LENGTH)
     return total / BILLION, active / BILLION
 
 
-# MoEvement, Table 2, of which only DeepSeek-MoE has shared experts: 2
+# MoEvement, Table 2, in which only DeepSeek-MoE has shared experts: 2
 @pytest.mark.parametrize(
     ("name", "layers", "topk", "experts", "shares", "total", "active"),
     [
@@ -81,8 +81,10 @@ def test_deepseek_v3_activates_37_billion_parameters() -> None:
 
 
 def test_tiny_is_counted_exactly() -> None:
-    """Width 64, 4 layers of 8 experts (top-2) of inner width 128, RMSNorm, SwiGLU,
-    rotary positions, no biases.
+    """The tiny model has width 64 and 4 layers of 8 experts (top-2).
+
+    Experts have inner width 128. The model has RMSNorm, SwiGLU, rotary positions and no
+    biases.
     """
     expert = 3 * 64 * 128
     attention_gate_and_norms = 4 * 64 * 64 + 8 * 64 + 2 * 64

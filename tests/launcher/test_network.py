@@ -1,4 +1,4 @@
-"""The address that others reach a node under."""
+"""The address under which other nodes reach this node."""
 
 from __future__ import annotations
 

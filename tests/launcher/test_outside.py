@@ -1,5 +1,6 @@
-"""Kills from outside: children that write event files are struck where the plan says,
-once each, and no others.
+"""Kills from outside strike the planned workers once each, and no other process.
+
+The workers are child processes that write event files.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tests.report_runs import committed, line_of
 
 
 class Children:
-    """Processes of two ranks that do nothing, and their event files."""
+    """Sleeping child processes of two ranks, and the event files of the ranks."""
 
     def __init__(self, run: Path) -> None:
         self.run = run
@@ -49,8 +50,9 @@ class Children:
             file.write(text)
 
     def ended(self) -> dict[tuple[int, int], int]:
-        """Return the exit status of each process that has ended; those that were sent a
-        signal are waited for.
+        """Return the exit statuses of ended processes, by rank and incarnation.
+
+        Waits for the end of each process that was sent a signal.
         """
         for fault in read_faults(self.run):
             next(
@@ -65,8 +67,14 @@ class Children:
     def inject(
         self, kills: Sequence[Kill], *done: Callable[[], object], **settings: Any
     ) -> list[str]:
-        """Return what is left to do of kills after these things happened, one each time
-        that the job is looked at.
+        """Inflict kills while actions happen; return the kills that are left.
+
+        Args:
+            kills: The kills.
+            *done: Actions, one before each look at the job. The job ends after the last
+                one.
+            **settings: Arguments of `inject_from_outside`, in place of the defaults
+                here.
         """
         left = list(done)
 
@@ -93,7 +101,7 @@ def children(tmp_path: Path) -> Iterator[Children]:
 
 
 def nothing() -> None:
-    """What happens while the job is looked at once more."""
+    """Do nothing, so that the injector looks at the job once more."""
 
 
 def test_a_kill_in_an_iteration_comes_once_the_one_before_is_committed(

@@ -1,5 +1,6 @@
-"""Command lines of settings: options of Hydra are refused by name, a setting has one
-value, help has all.
+"""Command lines of settings: options of Hydra are refused, and `--help` lists all keys.
+
+Each setting has one value.
 """
 
 from __future__ import annotations

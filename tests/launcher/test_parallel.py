@@ -1,6 +1,4 @@
-"""Degrees of parallelism: what `auto` becomes, what does not fit, and what torchrun
-tells a process.
-"""
+"""Degrees of parallelism: `auto`, degrees that do not fit, and torchrun's variables."""
 
 from __future__ import annotations
 
@@ -260,8 +258,9 @@ def test_the_default_run_fits_the_default_layout(
 
 @pytest.fixture
 def torchrun(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """The environment that torchrun gives, without what only its agents of several
-    attempts or nodes set.
+    """Set the environment that torchrun gives.
+
+    Variables that only agents of several attempts or nodes set are deleted.
     """
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
@@ -294,11 +293,14 @@ def test_without_torchrun_the_error_says_how_to_start(
 
 
 def test_warnings_of_kernels_that_do_not_repeat_are_shown_once() -> None:
-    """`run.exactness=bitwise` only warns of them, and a replay would end elsewhere."""
+    """With `run.exactness=bitwise`, torch only warns of such kernels.
+
+    A replay with such a kernel would end in another state.
+    """
     told = (
         "index_put_ does not have a deterministic implementation, but you set warn_only"
     )
-    registry: dict[Any, Any] = {}  # of the module that warns
+    registry: dict[Any, Any] = {}  # the registry of the module that warns
     with warnings.catch_warnings(record=True) as shown:
         choose_warnings()
         for _ in range(2):

@@ -1,8 +1,8 @@
-"""Partitions of the network and lost hosts: a job goes on bit for bit, or ends with an
-error and goes on when started.
+"""Network partitions and lost hosts: a job continues bit for bit, or can be resumed.
 
-Each row prints a line of the table in docs/guarantees.md: `pytest --full -s` with this
-file, as root.
+A job that cannot continue ends with an error, and the next start resumes. Each row
+prints a line of the table in docs/guarantees.md: run `pytest --full -s` with this file,
+as root.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def require_the_same(job: HostsJob, world_size: int, training: tuple[str, ...]) 
 
 
 def repairs(job: HostsJob) -> str:
-    """Describe the repairs that rank 0 took part in."""
+    """Describe the repairs in which rank 0 took part."""
     classes = [kind for event in events_of(job.run, Rejoined) for kind in event.classes]
     return (
         f"all ranks met again ({', '.join(classes)})" if classes else "training waited"
@@ -52,8 +52,9 @@ def repairs(job: HostsJob) -> str:
 def test_a_job_goes_on_after_its_link_came_back(
     link: str, seconds: float, tmp_path: Path
 ) -> None:
-    """`runtime.operation_s` is 15: the longer cuts end a generation, with no process
-    dead.
+    """`runtime.operation_s` is 15 s, so the longer cuts end a generation.
+
+    No process dies.
     """
     with network_of(2):
         job = HostsJob(2, tmp_path, *WINDOW, *TWO)
@@ -70,8 +71,9 @@ def test_a_job_goes_on_after_its_link_came_back(
 def test_a_host_that_froze_comes_back_and_changes_nothing(
     seconds: float, tmp_path: Path
 ) -> None:
-    """Longer than `runtime.heartbeat_s`, and than `runtime.operation_s`, after which
-    others have given it up.
+    """One pause exceeds `runtime.heartbeat_s`, the other one `runtime.operation_s`.
+
+    After `runtime.operation_s` the other ranks have given up the frozen host.
     """
     with network_of(2):
         job = HostsJob(2, tmp_path, *WINDOW, *TWO)
@@ -92,8 +94,10 @@ def test_a_host_that_froze_comes_back_and_changes_nothing(
 def test_a_link_that_stays_cut_ends_the_job_which_starts_again(
     link: str, tmp_path: Path
 ) -> None:
-    """Both ranks save: the one that is cut off once the store was silent for
-    `runtime.join_s`, without it.
+    """Both ranks save their windows.
+
+    The rank that is cut off saves without the store, once the store has been silent for
+    `runtime.join_s`.
     """
     with network_of(2):
         job = HostsJob(2, tmp_path, *WINDOW, *TWO)
@@ -123,7 +127,7 @@ def test_a_link_that_stays_cut_ends_the_job_which_starts_again(
 def test_two_hosts_lost_at_once_end_the_job_which_goes_on_from_disk(
     tmp_path: Path,
 ) -> None:
-    """One replica: the second host held the only copies of the first."""
+    """With one replica, the second host held the only copies of the first host."""
     settings = (*WINDOW, "ckpt.replicas=1", "ckpt.disk_every_iters=4")
     with network_of(4):
         job = HostsJob(4, tmp_path, *settings, *FOUR)

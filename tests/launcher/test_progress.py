@@ -1,5 +1,6 @@
-"""What a person sees: a bar on a terminal, lines in a log, scalars while the disk
-lasts.
+"""Shown progress: a bar on a terminal, lines in a log, and scalars for TensorBoard.
+
+A full disk ends the scalars, but not the run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""`moe-ckpt prove` of commands with an attachment: what it runs, the differences that
-it finds, and its verdicts.
-"""
+"""`moe-ckpt prove` of attached commands: its runs, found differences and verdicts."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ SETTINGS = ["run.dir=there", "run.digest_every_iters=1", "run.digest_tensors=tru
 
 
 def parsed(words: Sequence[str], variable: str = "") -> CheckedCommand:
-    """Return a command with an attachment."""
+    """Parse a command with an attachment."""
     command = parse_command(words, variable)
     assert command is not None
     return command
@@ -177,9 +175,7 @@ def test_kills_come_before_the_loss_of_state() -> None:
 def write_returns(
     run: Path, *logged: tuple[int, dict[str, str]], exactness: str = STATE
 ) -> None:
-    """Write the event file of a run of one rank that has logged these digests, one
-    after another.
-    """
+    """Write the events of a one-rank run that logs these digests one after another."""
     (run / "events").mkdir(parents=True)
     (run / "run.json").write_text(json.dumps({"world_size": 1}))
     log = EventLog(
@@ -223,11 +219,11 @@ OLDER, OTHER_BIAS = {"weight": "b", "bias": "x"}, {"weight": "b", "bias": "z"}
 @pytest.mark.parametrize(
     ("logged", "count", "whole", "partial"),
     [
-        # the iteration after the recovery has another outcome than before the fault, as
-        # kernels may
+        # kernels may give the iteration after the recovery another result than before
+        # the fault
         ([(1, A), (2, B), (3, A), (2, B), (3, OLDER), (4, A)], 1, "None", "None"),
-        # a second recovery is compared with what came of the first one, and no more
-        # with what was before
+        # a second recovery is compared with digests logged since the first recovery,
+        # not with older digests
         ([(1, A), (2, B), (1, A), (2, A), (2, A)], 2, "None", "None"),
         (
             [(1, A), (2, B), (1, A), (2, A), (2, B)],
@@ -235,8 +231,8 @@ OLDER, OTHER_BIAS = {"weight": "b", "bias": "x"}, {"weight": "b", "bias": "z"}
             "after iteration 2, rank 0: weight",
             "after iteration 2, rank 0",
         ),
-        # an expert may be older than the rest where the policy saves some at a time,
-        # but no other one
+        # if a policy saves some experts at a time, a tensor may be older than the rest,
+        # but its digest must have been logged
         (
             [(1, A), (2, B), (3, A), (2, OLDER)],
             1,
@@ -249,7 +245,7 @@ OLDER, OTHER_BIAS = {"weight": "b", "bias": "x"}, {"weight": "b", "bias": "z"}
             "after iteration 2, rank 0: bias",
             "after iteration 2, rank 0: bias",
         ),
-        # the rank had died before it logged the iteration
+        # the rank dies before it logs the iteration
         ([(1, A), (2, B)], 0, "None", "None"),
     ],
 )
@@ -268,8 +264,9 @@ def test_a_state_after_a_recovery_is_one_that_the_rank_had(
 
 
 def test_an_iteration_that_is_trained_again_is_no_recovery(tmp_path: Path) -> None:
-    """All ranks may go back to the beginning, whose state has no digest, or begin
-    anew.
+    """All ranks may go back to the beginning, or begin anew.
+
+    The state at the beginning has no digest.
     """
     began = WorkerStarted(pid=1, host="h", incarnation=0, device="cpu")
     other = TensorDigests(iteration=1, digests=B)
@@ -336,7 +333,7 @@ def test_the_promise_of_states_has_a_verdict_of_its_own(
     status: int,
     last: str,
 ) -> None:
-    """The plain run, which has other digests by its kernels alone, is not compared."""
+    """The plain run is not compared, because its kernels alone give other digests."""
     rest = [(iteration, A) for iteration in range(3, 9)]
     runs = {
         "plain": [(iteration, B) for iteration in range(1, 9)],
@@ -357,8 +354,14 @@ Values = Mapping[tuple[int, int], str]
 def write_run(
     run: Path, changed: Values, num_ranks: int = 2, num_iters: int = 8
 ) -> None:
-    """Write the event files of a run whose tensors `weight` have these values after
-    (iteration, rank).
+    """Write the event files of a run.
+
+    Args:
+        run: The folder of the run.
+        changed: Digests of `weight` and `rng` that differ from `w`, by (iteration,
+            rank).
+        num_ranks: Number of ranks.
+        num_iters: Number of iterations.
     """
     run.mkdir(parents=True)
     (run / "run.json").write_text(json.dumps({"world_size": num_ranks}))
@@ -421,7 +424,7 @@ def test_a_digest_of_a_later_incarnation_counts_and_a_missing_one_too(
 
 
 class Command:
-    """A command whose runs leave event files."""
+    """A stand-in for a command, whose runs leave event files."""
 
     loses_state = True
     loses_tokens = False

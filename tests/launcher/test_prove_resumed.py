@@ -1,5 +1,6 @@
-"""`moe-ckpt prove` of commands without an attachment: its runs, its verdicts, and a
-script of a user's own.
+"""`moe-ckpt prove` of commands without an attachment: runs and verdicts.
+
+One of the commands is a user's own script.
 """
 
 from __future__ import annotations
@@ -35,38 +36,45 @@ COMMAND = ("torchrun", "train.py", "--save={run}")
 
 
 def tensors(iteration: int, **changed: str) -> dict[str, str]:
-    """Return the digests of a state after an iteration."""
+    """Return the digests of the state after an iteration.
+
+    Args:
+        iteration: The iteration.
+        **changed: Digests that replace the usual ones, by tensor.
+    """
     return {"weight": f"w{iteration}", "rng": f"r{iteration}"} | changed
 
 
 @dataclass
 class Runs:
-    """Runs of a command with one rank, by the names of their folders, whose digests
-    change in some of them.
-    """
+    """A stand-in for a command with one rank, whose digests change in some runs."""
 
     saved: int = 2
-    """The iteration of the newest checkpoint at the kill."""
+    """Iteration of the newest checkpoint at the kill."""
 
     changed: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """By run, what tensors have in place of their digests: after all iterations that
-    the last start of the run trains."""
+    """Digests that replace the usual ones, by the name of the run and by tensor.
+
+    A replaced digest holds after all iterations that the last start of the run trains.
+    """
 
     changed_before: Mapping[str, str] = field(default_factory=dict)
-    """The same before the kill."""
+    """Digests that replace the usual ones before the kill, by tensor."""
 
     is_cut_off: bool = False
-    """Whether the rank is ended before it has logged the iteration of the kill."""
+    """Whether the rank ends before it has logged the iteration of the kill."""
 
     loaded: Mapping[str, str] = field(default_factory=dict)
-    """What tensors have in place of their digests as they are loaded."""
+    """Digests that replace the usual ones of the loaded state, by tensor."""
 
     observes: bool = True
+    """Whether the ranks of the command log digests."""
+
     statuses: tuple[int, ...] = (-9, 0)
-    """Of the starts of a run with a kill."""
+    """Exit statuses of the two starts of a run with a kill."""
 
     starts: list[str] = field(default_factory=list)
-    """The logs of all starts, in their order."""
+    """Names of the logs of all starts, in order."""
 
     def execute(
         self, command: Sequence[str], log: Path, environment: Mapping[str, str]
@@ -165,7 +173,7 @@ RNG = {"rng": "other"}
                 " iteration 1, rank 0: rng"
             ),
         ),
-        # a rank that was ended early had not logged what its checkpoint has
+        # a rank that ends early has not logged the iteration that its checkpoint has
         (
             Runs(saved=4, is_cut_off=True, changed=SPOILT),
             EXACT,
@@ -217,7 +225,7 @@ def test_a_launcher_that_restarts_its_ranks_is_not_started_again(
 def test_a_command_that_the_kill_ended_is_started_again(
     tmp_path: Path, status: int
 ) -> None:
-    """Also by a shell that hides the status of its last program but one."""
+    """A shell may hide the status of all programs but its last one."""
     runs = Runs(changed=SPOILT, statuses=(status, 0))
     assert ResumeProof(COMMAND, tmp_path, runs.execute).run() == EXACT
     assert runs.starts == [
@@ -357,8 +365,9 @@ def test_a_script_of_ones_own_is_proven(
     status: int,
     last: str,
 ) -> None:
-    """Starts processes: only they show that Python starts observed, that a kill ends a
-    run, and a second start.
+    """Needs processes: only they show that Python starts observed.
+
+    Only processes also show that a kill ends a run, and that a second start follows.
     """
     script = tmp_path / "train.py"
     script.write_text(OWN_SCRIPT)
@@ -445,13 +454,12 @@ def test_megatron_lms_own_script_resumes_all_but_two_generators(
     status: int,
     found: list[str],
 ) -> None:
-    """Starts processes: whether Megatron-LM's own resume is exact is a fact about its
-    processes.
-    """
+    """Needs processes: only they show whether Megatron-LM's own resume is exact."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, NEWEST, FOLDER))))
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    # without dropout, which draws from the CPU's generator on a CPU; Megatron-Core
-    # cannot load a sharded optimizer of torch's Adam, which a CPU has
+    # no dropout, because dropout on a CPU draws from the CPU's generator; no sharded
+    # optimizer, because Megatron-Core cannot load a sharded optimizer of torch's Adam,
+    # which a CPU has
     arguments = [word for word in ARGUMENTS if word != "--use-distributed-optimizer"]
     arguments += [
         "--train-iters",
@@ -479,7 +487,7 @@ def test_megatron_lms_own_script_resumes_all_but_two_generators(
 
 
 def test_a_late_command_is_ended_with_all_its_processes(tmp_path: Path) -> None:
-    """Starts processes: only the kernel shows which of a shell's processes are left."""
+    """Needs processes: only the kernel shows which processes of a shell are left."""
     pid = tmp_path / "pid"
     command = ["bash", "-c", f"sleep 1000 & echo $! > {pid}; wait"]
     with pytest.raises(RunFailedError, match=r"^--limit-s: got 0\.5, wanted more: "):

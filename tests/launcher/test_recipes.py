@@ -1,9 +1,8 @@
-"""Options of production recipes that the launcher has no settings for: a run that loses
-its state ends where it should.
+"""Options of production recipes that the launcher lacks: lost states are rebuilt.
 
-Each option is set inside the ranks, in the launcher's calls of Megatron-Core. The same
-options under Megatron-LM's own loop, with deaths of processes, are in
-tests/integrations/test_megatron_lm.py.
+A run that loses its state ends as the run without a loss. Each option is set inside the
+ranks, in the launcher's calls of Megatron-Core. tests/integrations/test_megatron_lm.py
+tests the same options under Megatron-LM's own loop, with deaths of processes.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def _with_options(name: str, **options: Any) -> None:
 
 
 def _overlap() -> None:
-    """Overlap both collectives, with several buckets a group."""
+    """Overlap both collectives, with several buckets for each group."""
     _with_options(
         "DistributedDataParallelConfig",
         overlap_param_gather=True,
@@ -57,8 +56,9 @@ def _overlap() -> None:
 
 
 def _loss_per_token() -> None:
-    """Count the targets that are letters: micro-batches and ranks differ in their
-    tokens.
+    """Compute the loss per token, of targets that are letters.
+
+    Micro-batches and ranks then have different numbers of counted tokens.
     """
     _with_options("TransformerConfig", calculate_per_token_loss=True)
     forward = launcher.loop._forward
@@ -80,8 +80,9 @@ def _loss_per_token() -> None:
 
 
 def _frozen_base() -> None:
-    """Train experts and norms alone: of the first stage neither the embedding nor a
-    router.
+    """Train experts and norms only.
+
+    The first stage trains neither its embedding nor a router.
     """
     build = launcher.model._build_stage
 
@@ -95,7 +96,7 @@ def _frozen_base() -> None:
 
 
 def _tokens_further_ahead() -> None:
-    """Predict two tokens further, from the word embedding's copy on the last stage."""
+    """Predict two tokens further, from the last stage's copy of the word embedding."""
     _with_options("TransformerConfig", mtp_num_layers=2)
     model = launcher.model.GPTModel
 

@@ -1,11 +1,10 @@
-"""A checkpoint of one parallel layout goes on at another: the same state, bit for bit,
-cut in another way.
+"""A checkpoint of one parallel layout continues at another, with the same state.
 
-Compared are whole tensors, put together from all ranks' parts: by the names that our
-operators have, and by those of Megatron's sharded state dict. Losses are equal to
-within float summation only: a forward pass multiplies the same numbers, but which
-tokens meet in one expert's matrix differs, and with it the order in which products are
-added up.
+The state is equal bit for bit, but cut in another way. The tests compare whole tensors,
+put together from the parts of all ranks, by the names of moe_ckpt's operators and by
+the names of Megatron's sharded state dict. Losses are equal within float summation
+only: a forward pass multiplies the same numbers, but other tokens meet in one expert's
+matrix, so products are added up in another order.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ from tests.scenarios import BIAS, FP16_SKIPPING, PP2, TIED, UNSHARDED
 from tests.training import events_of, fast, losses, train
 
 FP32, BF16 = "precision=fp32", "precision=bf16"
-# Relative: some roundings of a sum, by half of 2**-23 each; bfloat16 rounds every
-# activation to 8 bits.
+# Relative: a sum rounds several times, by half of 2**-23 each time. bfloat16 rounds
+# every activation to 8 bits.
 TOLERANCE = {FP32: 1e-6, BF16: 2e-3}
-# no masks: they are drawn anew
+# no dropout: another layout draws other masks
 FOUR_LAYERS = (
     "model.num_layers=4",
     "model.hidden_dropout=0",
@@ -111,11 +110,16 @@ Raw = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A part of a tensor of the whole model: its bits, and where they belong."""
+    """A part of a tensor of the whole model."""
 
     shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+
     offset: tuple[int, ...]
+    """Position of the part in the whole tensor."""
+
     bits: Raw
+    """Bits of the part, as integers."""
 
 
 Parts = list[tuple[str, Part]]
@@ -123,17 +127,28 @@ Parts = list[tuple[str, Part]]
 
 @dataclass(frozen=True, kw_only=True)
 class Stand:
-    """What a rank has after an iteration, how the model evaluates, and the loss of the
-    iteration after.
-    """
+    """The state of a rank after an iteration, an evaluation and the next loss."""
 
     by_operator: Parts
+    """Parts of tensors by operator names; empty with tensor parallelism."""
+
     by_key: Parts
+    """Parts of tensors by the keys of Megatron's sharded state dict."""
+
     adam_steps: set[float]
+    """Step counts of Adam."""
+
     loss_scales: tuple[float, ...]
+    """Loss scale of each optimizer with a scaler."""
+
     schedule: int
+    """Number of steps of the learning rate schedule."""
+
     eval_loss: float
+    """Loss of the evaluation."""
+
     next_loss: float
+    """Loss of the next iteration."""
 
 
 def _bits(tensor: torch.Tensor) -> Raw:
@@ -194,7 +209,7 @@ def _stand(state: TrainingState, loop: StageLoop, iteration: int) -> Stand:
     return Stand(
         by_operator=[] if splits_tensors else list(_parts_by_operator(state)),
         by_key=list(_parts_by_key(state)),
-        # where there is no parameter
+        # 0 where there is no parameter
         adam_steps=set(RankOperators(state).adam_steps()) - {0.0},
         loss_scales=tuple(float(scaler.scale) for scaler in scalers if scaler),
         schedule=state.scheduler.num_steps,
@@ -221,8 +236,9 @@ def _save(
 
 
 def _mark_counters(state: TrainingState, mark: Callable[[int, int], int]) -> None:
-    """Give counters, which are zero between iterations, values by layer and
-    data-parallel rank.
+    """Give counters values by layer and data-parallel rank.
+
+    Counters are zero between iterations.
     """
     for module in bare_model(state.model[0]).modules():
         counts = getattr(module, "global_tokens_per_expert", None)
@@ -249,7 +265,10 @@ def _load(folder: Path, saved_at: ParallelLayout, overrides: tuple[str, ...]) ->
 
 
 def _whole(ranks: Iterable[Parts]) -> dict[str, Raw]:
-    """Put all ranks' parts together; copies must agree, and nothing may be missing."""
+    """Put the parts of all ranks together.
+
+    Copies must agree, and no part may be missing.
+    """
     parts: dict[str, list[Part]] = defaultdict(list)
     for rank in ranks:
         for name, part in rank:
@@ -277,7 +296,7 @@ def _put_together(name: str, parts: list[Part]) -> Raw:
 
 
 def _assert_same_tensors(expected: dict[str, Raw], found: dict[str, Raw]) -> None:
-    # tied, where PP > 1
+    # weights of tied embeddings have a copy where PP > 1
     copies = {
         name for name in expected.keys() ^ found.keys() if name.startswith("output: ")
     }
@@ -308,8 +327,9 @@ def _assert_same_state(before: list[Stand], after: list[Stand]) -> None:
 def saved(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str], tuple[Path, list[Stand]]]:
-    """Return a function that trains a variant at PP=2/EP=2 on 4 ranks and saves it,
-    each variant once.
+    """Return a function that trains a variant at PP=2/EP=2 on 4 ranks and saves it.
+
+    Each variant is trained once.
     """
     kept: dict[str, tuple[Path, list[Stand]]] = {}
 
@@ -382,7 +402,7 @@ def test_states_with_a_scale_for_each_shard_are_said_to_change(
 
 
 def test_counters_in_the_comparison_above_tell_layers_apart(saved: Any) -> None:
-    """Megatron does not save them, and zeros would be right by chance."""
+    """Megatron does not save the counters, so zeros would be right by chance."""
     whole = _whole(rank.by_operator for rank in saved("bf16, global aux loss")[1])
     counters = {
         bits.tobytes()
@@ -477,8 +497,11 @@ def _generators(state: TrainingState) -> dict[str, bytes]:
 
 
 def _generators_around_a_load(folder: Path) -> list[dict[str, bytes]]:
-    """Return what they are when a run starts, after a load, as seeded for the same
-    iteration, and for the next.
+    """Return the states of the generators at four moments.
+
+    Returns:
+        The generators when a run starts, after a load of iteration 3, as seeded for
+        iteration 3, and as seeded for iteration 4.
     """
     state, _ = build_stage(
         *FOUR_LAYERS, *VARIANTS["bf16, global aux loss"], *PP2, "parallel.ep=1"
@@ -507,7 +530,7 @@ def test_generators_are_seeded_by_stage_and_iteration(saved: Any) -> None:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole run at PP=2/EP=2 with checkpoints after iterations 2, 4 and 5."""
+    """A finished run at PP=2/EP=2 with checkpoints after iterations 2, 4 and 5."""
     folder = tmp_path_factory.mktemp("finished")
     train(4, folder, *RUN, *AT_PP2_EP2)
     return folder
@@ -515,7 +538,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def interrupted(finished: Path, tmp_path: Path) -> Path:
-    """A copy of it that looks as if it had died after iteration 2."""
+    """A copy of the finished run, as if the run had died after iteration 2."""
     copy = shutil.copytree(finished, tmp_path / "interrupted")
     for later in ("iter_0000004", "iter_0000005"):
         shutil.rmtree(copy / "checkpoints" / later)

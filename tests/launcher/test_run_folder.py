@@ -1,5 +1,6 @@
-"""One folder for a job: found again after a restart, waited for no longer than told,
-and no other job's meanwhile.
+"""A job has one run folder, which no other job uses meanwhile.
+
+A restart finds the folder again, and ranks wait for the folder no longer than allowed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tests.training import fast
 from tests.waits import WAIT_S
 
 STRANGER = 54321
-"""Another user's number."""
+"""User ID of another user."""
 
 
 def start_without_torchruns_store() -> str:
@@ -50,7 +51,7 @@ def test_where_the_job_hosts_its_own_store_it_has_to_know_its_folder() -> None:
 
 
 def host_store() -> dist.TCPStore:
-    """Start a store, and let this process find it as that of its agent."""
+    """Start a store that this process takes for the store of its agent."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.environ |= {
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -61,7 +62,7 @@ def host_store() -> dist.TCPStore:
 
 
 def found_by(rank: int, run_dir: str, timeout_s: float = WAIT_S) -> Any:
-    """Return the path of the folder that a rank finds, or its error."""
+    """Return the path of the folder that a rank finds, or the rank's error message."""
     folder = replace(compose_settings(fast()).job.folder, dir=run_dir or None)
     try:
         return str(
@@ -85,8 +86,12 @@ def test_the_folder_is_waited_for_as_long_as_told() -> None:
 
 
 def find_where_a_stranger_writes_the_store(real: str, planted: str) -> list[str]:
-    """Let rank 0 make a folder, and a stranger name another in the store, which has no
-    authentication.
+    """Let rank 0 make a folder, and let another user name another folder in the store.
+
+    The store has no authentication.
+
+    Returns:
+        The paths that rank 0, then rank 1, then rank 0 again find.
     """
     store = host_store()
     first = found_by(0, real)
@@ -103,7 +108,10 @@ def find_where_a_stranger_names_a_folder_first(planted: str) -> Any:
 def test_a_folder_that_all_users_may_write_is_not_taken_from_the_store(
     tmp_path: Path,
 ) -> None:
-    """As /tmp: a checkpoint that a stranger has put there has pickles."""
+    """All users may write the folder, as with /tmp.
+
+    A checkpoint that another user puts there contains pickles.
+    """
     planted = tmp_path / "planted"
     planted.mkdir()
     planted.chmod(0o1777)
@@ -145,9 +153,7 @@ def find_first(run_dir: str) -> str:
 
 
 def find_in(run_dir: str) -> list[str]:
-    """Return the folder that ranks 0 and 1 find, twice, as after a restart by
-    torchrun.
-    """
+    """Return the folders that ranks 0 and 1 find, twice, as after a restart."""
     store = host_store()
     return [found_by(rank, run_dir) for rank in (0, 1, 0, 1)] if store else []
 
@@ -235,8 +241,10 @@ def test_each_start_of_a_job_has_another_token(tmp_path: Path) -> None:
 
 
 def open_folder(path: str) -> str:
-    """Open a folder as the ranks of a run without supervisors do; return how that
-    went.
+    """Open a folder as the ranks of a run without supervisors do.
+
+    Returns:
+        The ID of the run, or the error message.
     """
     launch = read_launch()
     dist.init_process_group(

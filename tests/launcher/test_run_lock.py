@@ -1,5 +1,6 @@
-"""A run's folder is one job's at a time; all lives and restarts of a job's ranks have
-it.
+"""One job at a time has a run's folder, and keeps the folder across restarts.
+
+The folder belongs to all incarnations of the job's ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tests.elastic.processes import Child
 from tests.ranks import rank_store, run_ranks
 
 OF_MACHINE = 0xEFFFFFFC
-"""The PID namespace outside of containers, in which these tests seem to run."""
+"""PID namespace outside of containers, in which these tests pretend to run."""
 
 LIVES = Holder(
     host=socket.gethostname(),
@@ -37,7 +38,7 @@ LIVES = Holder(
     job="7",
     job_id="number 7",
 )
-GONE = replace(LIVES, start_ticks=1)  # its pid is another's now
+GONE = replace(LIVES, start_ticks=1)  # another process has the pid now
 CONTAINED = replace(LIVES, pid_namespace=1)
 ELSEWHERE = replace(LIVES, host="far-away", boot="another")
 BOOTED = replace(LIVES, boot="the one before")
@@ -52,9 +53,7 @@ def read(run: Path) -> Holder:
 
 
 def refusal(run: Path, job_id: str = "") -> str:
-    """Try to take a folder; return why it is not to be had, or nothing where it is
-    taken now.
-    """
+    """Try to take a folder; return the refusal, or an empty string on success."""
     try:
         take_lock(run, job_id)
     except ConfigError as error:
@@ -64,7 +63,7 @@ def refusal(run: Path, job_id: str = "") -> str:
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A job that torchrun calls 8 and keeps a store for."""
+    """Act as a job that torchrun calls 8 and for which torchrun keeps a store."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "8")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setattr(run_lock, "pid_namespace", lambda: OF_MACHINE)
@@ -136,7 +135,10 @@ def test_the_refusal_for_another_machines_job_names_its_lock(
 
 
 def hold(connection: Connection, run: Path, holder: Holder) -> None:
-    """Be a job, as another container or machine sees it, until told to end."""
+    """Act as a job, as seen from another container or machine.
+
+    The job holds the folder until the test sends a message.
+    """
     run_lock.agent_pid = os.getpid
     take_lock(run)
     write(run, replace(holder, held=read(run).held))
@@ -186,8 +188,9 @@ def test_a_folder_whose_holder_lives_is_refused_wherever_that_is(
     holder: Holder,
     where: str,
 ) -> None:
-    """The holder is a process: the kernel keeps its lock, whatever names and numbers
-    this process can see.
+    """The holder is a process, because the kernel keeps the lock of a live process.
+
+    The names and numbers that this process can see make no difference.
     """
     child = start_holder(holder)
     assert where in refusal(tmp_path)
@@ -201,10 +204,10 @@ def test_a_folder_whose_holder_lives_is_refused_wherever_that_is(
 @pytest.mark.parametrize(
     ("name", "passes"),
     [
-        ("none", False),  # torchrun's name of any job
+        ("none", False),  # torchrun's name of jobs without --rdzv-id
         ("", False),
-        # its --rdzv-id: rank 0 has moved, and the process that it left is cut off, and
-        # lives
+        # the job's --rdzv-id: rank 0 has moved, and the process that rank 0 left behind
+        # lives, but is cut off
         ("7", True),
     ],
 )
@@ -226,7 +229,7 @@ def test_without_a_store_a_name_that_all_jobs_have_takes_no_live_jobs_folder(
 def test_a_machines_name_counts_outside_of_containers_only(
     tmp_path: Path, job: pytest.MonkeyPatch
 ) -> None:
-    """Pods of several machines may have one name, and pids of their own."""
+    """Pods on several machines may share a name, and count their PIDs separately."""
     write(tmp_path, BOOTED)
     job.setattr(run_lock, "pid_namespace", lambda: OF_MACHINE + 1)
     assert "remove" in refusal(tmp_path)
@@ -254,7 +257,7 @@ def test_a_job_that_moved_has_its_folder_while_the_process_that_it_left_lives(
 
 
 def fork_and_end(connection: Connection, run: Path) -> None:
-    """Take a folder, and leave a child that lives on."""
+    """Take a folder, and leave a child process that lives on."""
     take_lock(run)
     child = os.fork()
     if child == 0:
@@ -278,7 +281,7 @@ def test_a_process_that_a_holder_forks_does_not_keep_its_folder(
 def test_two_jobs_of_one_script_do_not_share_a_folder(
     tmp_path: Path, job: pytest.MonkeyPatch, start_holder: Callable[[Holder], Child]
 ) -> None:
-    """Without torchrun, the process that starts both is the agent of both."""
+    """Without torchrun, the process that starts both jobs is the agent of both jobs."""
     agent = replace(
         LIVES, agent_pid=os.getppid(), start_ticks=start_ticks(os.getppid())
     )
@@ -313,11 +316,11 @@ def test_without_locks_in_the_file_system_another_container_is_asked_for(
         # started again on other machines, with the same --rdzv-id
         (ELSEWHERE, "7", True, True),
         (ELSEWHERE, "none", True, False),
-        (LIVES, "7", True, False),  # torchrun's store would know
-        (LIVES, "7", False, True),  # rank 0 is at another agent of this machine now
+        (LIVES, "7", True, False),  # the same job would have the same number
+        (LIVES, "7", False, True),  # rank 0 has moved to another agent of this machine
         (ELSEWHERE, "7", False, True),
         (ELSEWHERE, "none", False, True),
-        (ELSEWHERE, "", False, False),  # not of torchrun's
+        (ELSEWHERE, "", False, False),  # torchrun did not start the job
     ],
 )
 def test_without_a_store_another_agents_job_is_known_by_its_name(
@@ -349,8 +352,10 @@ NUM_ROUNDS = 20
 
 
 def compete(base: str) -> list[bool]:
-    """Be a job that wants folders of one that is gone; return where it was the one that
-    has got it.
+    """Act as a job that competes for folders without a living holder.
+
+    Returns:
+        For each folder, whether this job got the folder.
     """
     run_lock.agent_pid = os.getpid
     store, world_size = rank_store(), int(os.environ["WORLD_SIZE"])

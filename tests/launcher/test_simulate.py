@@ -1,5 +1,6 @@
-"""Simulations from the command line: results, experiments, plans, folders of runs and
-the page.
+"""Simulations from the command line: results, experiments, plans and run folders.
+
+The page of published results is covered, too.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def test_a_later_override_counts_and_keys_stand_for_values() -> None:
     ]
 
 
-# of the others, docs/simulator.md says why not
+# docs/simulator.md says why the windows of other cases are not compared
 WINDOWS = {"GPT-MoE": 3, "DeepSeek-MoE": 6}
 FIRST = ("GPT-MoE", "DeepSeek-MoE", "FP8/FP8/FP8+FP16")
 
@@ -129,8 +130,9 @@ FIRST = ("GPT-MoE", "DeepSeek-MoE", "FP8/FP8/FP8+FP16")
 def test_the_published_ettrs_and_windows_of_moevement_are_met(
     name: str, case: str
 ) -> None:
-    """All of Tables 3 and 7 that benchmarks/published.csv has, with one set of
-    constants a cluster.
+    """Covers all cells of Tables 3 and 7 that benchmarks/published.csv has.
+
+    One set of constants for each cluster predicts all of these cells.
     """
     cells = [
         cell
@@ -154,7 +156,7 @@ def test_the_published_ettrs_and_windows_of_moevement_are_met(
         for variant, deviation in deviations.items()
         if abs(deviation) > NEAR
     } == {}
-    if case in WINDOWS:  # by Algorithm 1
+    if case in WINDOWS:  # windows follow from Algorithm 1
         assert {row.result.saving.settled.repeat[0].num_slots for row in rows} == {
             WINDOWS[case]
         }
@@ -278,7 +280,7 @@ def test_servers_beat_windows_in_the_regime_that_the_page_names(
 @pytest.mark.parametrize(
     ("best", "other", "tied"),
     [
-        # always a little worse, under the same faults
+        # the other policy is always a little worse, under the same faults
         ([0.9, 0.8, 0.7], [0.89, 0.79, 0.69], False),
         ([0.9, 0.8, 0.7], [0.8, 0.9, 0.6], True),
         ([0.9, 0.8, 0.7], [0.9, 0.8, 0.7], True),
@@ -324,7 +326,7 @@ def test_a_simulated_run_leaves_a_folder_as_a_real_one_does(tmp_path: Path) -> N
 
 @pytest.fixture(scope="module")
 def real_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the settings of a real run and events that a simulation made."""
+    """A run folder with the settings of a real run and simulated events."""
     folder, ckpt = (
         tmp_path_factory.mktemp("real") / "run",
         ("ckpt.replicas=1", "ckpt.window=3"),

@@ -1,7 +1,7 @@
-"""A spare node takes the place of a lost one, also of the one that hosts the
-rendezvous, and of a sick one.
+"""A spare node takes the place of a lost node or of a sick node.
 
-Three agents of a real torchrun: two nodes train, and one waits.
+The node of rank 0 may be lost, too. A real torchrun has three agents: two nodes train,
+and one waits.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ AT = 20
 
 
 def start_on_etcd(stack: ExitStack, folder: Path, *overrides: str) -> AgentsJob:
-    """Start the job's first agent; torchrun's rendezvous and the job's store are on an
-    etcd that no node hosts.
+    """Start the job's first agent, with an etcd cluster that no node hosts.
+
+    torchrun's rendezvous and the job's store are on the etcd cluster.
     """
     etcd = EtcdServer(stack, folder, "--enable-v2")
     if importlib.util.find_spec("etcd") is None:
@@ -48,14 +49,15 @@ def start_on_etcd(stack: ExitStack, folder: Path, *overrides: str) -> AgentsJob:
 
 
 def start_on_c10d(stack: ExitStack, folder: Path, *overrides: str) -> AgentsJob:
-    """Start the job's first agent, which hosts torchrun's rendezvous, as its supervisor
-    hosts the job's store.
+    """Start the job's first agent, which hosts torchrun's rendezvous.
+
+    The supervisor of that agent hosts the job's store.
     """
     port = held_port(stack)
     rendezvous = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}")
     job = AgentsJob(stack, folder, 2, rendezvous, *overrides)
     job.start_agent()
-    # any agent would host it
+    # otherwise another agent could host the rendezvous
     job.wait_for(lambda: _listens(port), "the rendezvous of the first agent")
     return job
 
@@ -70,7 +72,7 @@ def _listens(port: int) -> bool:
 
 
 def start_training(job: AgentsJob) -> None:
-    """Start two more agents; return once two train and the third waits."""
+    """Start two more agents; return once two agents train and the third waits."""
     job.start_agent()
     job.wait_for_iteration(1)
     job.start_agent()
@@ -81,8 +83,9 @@ def start_training(job: AgentsJob) -> None:
 def test_any_node_may_be_lost_where_the_store_is_on_etcd(
     rank: int, tmp_path: Path, stack: ExitStack
 ) -> None:
-    """Rank 0's node is the one whose address torchrun gives to all ranks, and whose
-    loss ends a job without etcd.
+    """torchrun gives the address of rank 0's node to all ranks.
+
+    Without etcd, the loss of that node ends a job.
     """
     job = start_on_etcd(stack, tmp_path, *WINDOW, *TRAINING)
     start_training(job)

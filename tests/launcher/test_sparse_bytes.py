@@ -1,5 +1,6 @@
-"""What snapshots and logs of a real job take: the bytes that the formulas say, and no
-more over time.
+"""Snapshots and logs of a real job take the bytes that the formulas say.
+
+The bytes do not grow over time.
 """
 
 from __future__ import annotations
@@ -14,9 +15,7 @@ from tests.training import events_of, train
 
 @pytest.fixture(scope="module")
 def ten_windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a run of two stages that has taken ten windows of three
-    snapshots.
-    """
+    """Run two stages for ten windows of three snapshots; return the run folder."""
     folder = tmp_path_factory.mktemp("job")
     train(
         2,
@@ -51,7 +50,7 @@ def test_logs_end_with_the_window_that_needs_them(ten_windows: Path) -> None:
     used = events_of(ten_windows, HostMemoryUsed)[1:]
     # micro-batches x tokens x sequences x hidden x bf16, sent downstream
     per_iteration = 4 * (16 * 2 * 32 * 2)
-    # iterations after the window's start
+    # three iterations after the window's start
     assert {memory.boundary_log_bytes for memory in used} == {3 * per_iteration}
 
 

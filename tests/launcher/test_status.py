@@ -1,6 +1,4 @@
-"""What a running job of real processes (tests/jobs.py) shows of itself, and what is
-left of one that has ended.
-"""
+"""The shown status of running and ended jobs of real processes (tests/jobs.py)."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from tests.report_runs import rejoined, write_events
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run of two ranks, of which one is there: this process."""
+    """A run of two ranks, of which only rank 1 lives: this process."""
     run = make_run(tmp_path / "run", 2)
     page = StatusPage(tmp_path / "page")
     page.join(3)

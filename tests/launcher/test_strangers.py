@@ -1,15 +1,18 @@
-"""Another user of the machine, who sees /proc and reaches every port, gets nothing from
-a job and harms none of it.
+"""Another user of the machine gains nothing from a job, and harms no part of the job.
 
-The attacks need real users, processes and files: the kernel is what refuses them.
-torchrun's store has no authentication, so the stranger reads all of it here, and writes
-nothing there: that would end the job.
+The other user sees /proc and reaches every port. The attacks need real users, processes
+and files, because the kernel refuses the attacks. torchrun's store has no
+authentication: the stranger reads the whole store here, but writes nothing there,
+because writes would end the job.
 """
 
 from __future__ import annotations
 
 import contextlib
-import encodings.idna  # noqa: F401 - another user may not be able to read, and so to import, what sockets need
+
+# imported now: another user may not be able to read, and so to import, modules that
+# sockets need
+import encodings.idna  # noqa: F401
 import os
 import signal
 import socket
@@ -34,13 +37,13 @@ from tests.scenarios import PP2
 from tests.waits import WAIT_S
 
 STRANGER = 54321
-"""Another user's number."""
+"""User ID of another user."""
 
 SILENT = 200
-"""Connections that say nothing, to each daemon: more than wait for admission there."""
+"""Silent connections to each daemon, more than may wait for admission there."""
 
 LISTENS = "0A"
-"""The state of a socket in /proc/net/tcp."""
+"""State of a listening socket in /proc/net/tcp."""
 
 needs_root = pytest.mark.skipif(
     os.geteuid() != 0, reason="only root can become another user"
@@ -50,8 +53,15 @@ needs_root = pytest.mark.skipif(
 def be_stranger(
     connection: Connection, port: int, paths: list[Path], pids: list[int]
 ) -> None:
-    """Attack a job; send what was gained, then hold silent connections until told to
-    end.
+    """Attack a job, send the gains to the test, then hold silent connections.
+
+    The connections stay open until the test sends a message.
+
+    Args:
+        connection: The connection to the test.
+        port: The port of torchrun's store.
+        paths: The files and folders of the job.
+        pids: The processes of the job.
     """
     os.setgroups([])
     os.setresgid(STRANGER, STRANGER, STRANGER)
@@ -83,7 +93,7 @@ def read_all(store: dist.Store) -> dict[str, str]:
 
 
 def open_all(path: Path) -> list[str]:
-    """Return what of a path the calling user can read, list, write or connect to."""
+    """Return the kinds of access to a path that the calling user has."""
     return [
         f"{path}: {act.__name__}"
         for act in (read, write, os.listdir, dial)
@@ -121,7 +131,7 @@ def can_signal(pid: int) -> bool:
 
 
 def is_admitted(address: str, in_store: dict[str, str]) -> bool:
-    """Return whether a daemon takes anything that the store has for the run's token."""
+    """Return whether a daemon accepts a text of the store as the run's token."""
     job = in_store["moe_ckpt/job/id"]
     for guess in {"", *in_store, *in_store.values()}:
         for ticket in (
@@ -137,7 +147,7 @@ def is_admitted(address: str, in_store: dict[str, str]) -> bool:
 
 
 def paths_of(job: ElasticJob) -> list[Path]:
-    """Return the job's files and folders."""
+    """Return the paths of the job's files and folders."""
     return [
         path
         for root in (job.run, job.shared)
@@ -147,7 +157,7 @@ def paths_of(job: ElasticJob) -> list[Path]:
 
 
 def port_of(pid: int) -> int:
-    """Return the port at which a process listens: that of the store, for an agent."""
+    """Return the port on which a process listens: for an agent, the store's port."""
     sockets = {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()}
     for name in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:

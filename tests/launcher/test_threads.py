@@ -1,6 +1,4 @@
-"""A process on a CPU takes its share of the machine's cores, or the number of threads
-that the user asks for.
-"""
+"""A CPU process takes its share of the machine's cores, or the user's thread number."""
 
 from __future__ import annotations
 
@@ -16,14 +14,14 @@ pytestmark = [
     pytest.mark.skipif(
         torch.cuda.is_available(), reason="kernels of a GPU use no threads"
     ),
-    # torch's about kernels that the CPU stand-in replaces
+    # torch warns about kernels that the CPU stand-in replaces
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 
 
 @pytest.fixture(autouse=True)
 def three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Begin with a number of threads that is nobody's share."""
+    """Begin with a number of threads that is the share of no process."""
     before = torch.get_num_threads()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(len(os.sched_getaffinity(0))))
     torch.set_num_threads(3)

@@ -1,4 +1,4 @@
-"""The commands of the README, as a newcomer types them: real torchrun, real kills."""
+"""The commands of the README, as a new user types them: real torchrun, real kills."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ TORCHRUN = Path(sys.executable).with_name("torchrun")
 FASTER = tuple(setting for setting in fast() if setting != "run.progress=none")
 TWENTY = ("train.iterations=20",)
 FORTY = ("train.iterations=40",)
-"""Enough for a script to start, on a machine that is busy with other things, before the
-job ends.
-"""
+"""Enough iterations for a script to start before the job ends, on a busy machine."""
 
 
 def _start(*arguments: str, cwd: Path = ROOT) -> subprocess.Popen[str]:
@@ -68,19 +66,19 @@ def _wait_for_iteration(
             e.iteration >= iteration for e in events_of(folder, IterationCommitted)
         ):
             return
-        time.sleep(0.02)  # the only signal another process gives is its file
+        time.sleep(0.02)  # only the file shows another process's progress
     raise AssertionError(_finish(process))
 
 
 def _done(result: Outcome) -> str:
-    """Return how the last line of a run with this outcome ends."""
+    """Return the end of the last line that a run with this outcome prints."""
     digests = chr(10).join(result.digest_per_rank)
     return f"digest {hashlib.sha256(digests.encode()).hexdigest()}\n"
 
 
 def _wait_for_run_folder(work_dir: Path, process: subprocess.Popen[str]) -> Path:
     while process.poll() is None and not (work_dir / "outputs" / "latest").exists():
-        time.sleep(0.02)  # the only signal another process gives is its file
+        time.sleep(0.02)  # only the file shows another process's progress
     return (work_dir / "outputs" / "latest").resolve()
 
 
@@ -181,7 +179,7 @@ runpy.run_path({str(ROOT / "launcher" / "train.py")!r}, run_name="__main__")
 
 @pytest.mark.full
 def test_killed_ranks_are_restarted_with_a_state_from_before(tmp_path: Path) -> None:
-    """Processes of torchrun: a restart is a new attempt in the same store."""
+    """Needs processes of torchrun: a restart is a new attempt in the same store."""
     script, run = tmp_path / "noisy_train.py", tmp_path / "run"
     script.write_text(NOISY_TRAIN)
     process = _start(

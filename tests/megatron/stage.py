@@ -1,5 +1,6 @@
-"""One rank's stage of a tiny model, built as the launcher builds it, for tests of the
-adapters.
+"""One rank's stage of a tiny model, for tests of the adapters.
+
+The stage is built as the launcher builds a stage.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 class NoHooks:
+    """Implements `TrainingHooks` without any effect."""
+
     def gradients_ready(self, iteration: int, gradients: ReadyGradients) -> bool:
         return True
 
@@ -140,13 +143,13 @@ def copied(pieces: Iterable[Piece]) -> Parts:
 
 
 def full_parts(operators: RankOperators) -> Parts:
-    """Return copies of all that this rank owns: master weights, moments and buffers."""
+    """Return copies of the master weights, moments and buffers that this rank owns."""
     each = everything(operators)
     return copied([*operators.pieces(each, ()), *operators.buffer_pieces(each)])
 
 
 def compute_parts(operators: RankOperators) -> Parts:
-    """Return copies of what forward reads: compute weights and buffers."""
+    """Return copies of the tensors that forward reads: compute weights and buffers."""
     each = everything(operators)
     return copied([*operators.pieces((), each), *operators.buffer_pieces(each)])
 

@@ -1,6 +1,4 @@
-"""A write that is given up ends where it is: what is not begun is not begun any
-more.
-"""
+"""An abandoned write ends before its next tensor or before reading back its file."""
 
 from __future__ import annotations
 
@@ -30,8 +28,13 @@ def _write_until_abandoned(planned: PlannedWrite) -> None:
 
 
 def _abandoned_in(folder: Path, tensor: int) -> int:
-    """Give the write up while this tensor is written; return how many tensors were
-    read.
+    """Abandon a write while a tensor is written.
+
+    Args:
+        tensor: The number of the tensor, counted from 1.
+
+    Returns:
+        The number of tensors that the write has read.
     """
     is_there, gate, num_read = threading.Event(), threading.Event(), 0
     resolve_data = MCoreSavePlanner.resolve_data

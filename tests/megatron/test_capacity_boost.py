@@ -1,5 +1,7 @@
-"""Boosted routers are Megatron's until an expert recovers: it takes more, as Megatron
-would, and never too much.
+"""Boosted routers equal Megatron's routers until an expert recovers.
+
+A recovering expert takes more tokens, as Megatron's own code would at the raised
+capacity, and never more tokens than were lost.
 """
 
 from __future__ import annotations
@@ -59,8 +61,11 @@ def _routers(state: TrainingState) -> list[BoostedRouter]:
 def _train(
     overrides: tuple[str, ...], is_boosted: bool
 ) -> tuple[str, list[str], list[float]]:
-    """Return digest, names in the model's state and losses of two iterations, with an
-    evaluation in between.
+    """Train two iterations, each with an evaluation after it.
+
+    Returns:
+        The digest, the names in the model's state dict, and the losses of training and
+        evaluation.
     """
     state, loop, boost = (
         _boosted_stage(*overrides) if is_boosted else (*build_stage(*overrides), None)
@@ -84,7 +89,7 @@ def _train(
         pytest.param(
             4, (LIMITED, *BIAS, "train.recompute=full"), marks=pytest.mark.full
         ),
-        # no capacity; and a stage without experts
+        # no capacity limit, and a stage without experts
         (2, ("parallel.pp=2", "model.num_dense_layers=1")),
     ],
     ids=str,
@@ -100,10 +105,19 @@ def test_training_without_deficit_is_megatrons(
 def _route(
     router: BoostedRouter, logits: torch.Tensor, factor: float | None = None
 ) -> Tensors:
-    """Route with this router, or with Megatron's own code at a capacity factor; buffers
-    start from zero.
+    """Route with this router, or with Megatron's own code at a capacity factor.
 
-    Return outputs, gradient, and what the router logged and counted.
+    All buffers of the router start from zero.
+
+    Args:
+        router: The router.
+        logits: The scores of the gate.
+        factor: The capacity factor for Megatron's code; None: the router's own code
+            runs.
+
+    Returns:
+        The outputs, the gradient of the logits, and the buffers in which the router
+        logs and counts.
     """
     logits = logits.clone().requires_grad_()
     for buffer in router.buffers():
@@ -136,8 +150,9 @@ def _route(
 
 
 def _skewed_logits(seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Logits of 2 sequences of 60 tokens, so that some experts get more than the equal
-    share of 60 and some less.
+    """Return logits of 2 sequences of 60 tokens.
+
+    Some experts get more tokens than the equal share of 60, and some experts get fewer.
     """
     generator = torch.Generator().manual_seed(seed)
     skew = torch.tensor([1.0, 0.5, 0.0, -1.0])[
@@ -147,8 +162,9 @@ def _skewed_logits(seed: int, dtype: torch.dtype = torch.float32) -> torch.Tenso
 
 
 def _check_without_demand(router: BoostedRouter, logits: torch.Tensor) -> None:
-    """Check that experts that recover, but have no demand beyond their capacity, change
-    nothing.
+    """Check that recovering experts without excess demand change nothing.
+
+    The demand of such an expert does not exceed the capacity.
     """
     megatrons = _route(router, logits, 1.0)
     idle = megatrons["kept"].sum(dim=0) < 60
@@ -162,8 +178,10 @@ def _check_without_demand(router: BoostedRouter, logits: torch.Tensor) -> None:
 def _check_columns(
     router: BoostedRouter, logits: torch.Tensor, shares: IntArray
 ) -> int:
-    """Check each expert against Megatron's own code at this expert's capacity; return
-    how many tokens were extra.
+    """Check each expert against Megatron's own code at this expert's capacity.
+
+    Returns:
+        The number of extra tokens.
     """
     demand = _route(router, logits, 99.0)["kept"].sum(dim=0).numpy()
     router.boost(shares[None], factor=0.1)
@@ -184,8 +202,9 @@ def _check_columns(
 
 
 def _check_evaluation(router: BoostedRouter, logits: torch.Tensor) -> None:
-    """Check that evaluation goes by equal capacities, and uses up no micro-batch of
-    experts that recover.
+    """Check that evaluation uses equal capacities, and no shares of experts.
+
+    The shares of recovering experts are for micro-batches of training.
     """
     router.eval()
     megatrons = _route(router, logits, 1.0)
@@ -239,14 +258,14 @@ def test_each_expert_is_routed_as_by_megatron_at_its_capacity(
     assert run_ranks(1, _check_routing, overrides, policy)[0] > 20
 
 
-# micro-batches of 128 tokens, at most 6 extra
+# micro-batches of 128 tokens; an expert takes at most 6 more than CAPACITY
 LONG = (LIMITED, "train.sequence_length=64", "model.num_layers=4")
 CAPACITY = 64
 LOST = (23, 0, 3, 1)
 
 
 class _ByHand:
-    """What routers have sent beyond capacity, by layer, from what they returned."""
+    """Tokens that routers have sent beyond capacity, counted from outputs, by layer."""
 
     def __init__(self, state: TrainingState) -> None:
         self._kept: list[list[IntArray]] = []
@@ -273,18 +292,23 @@ class _ByHand:
 
 @dataclass(frozen=True)
 class _Iteration:
-    """What one rank has seen of an iteration: its own extra tokens, those of its stage,
-    and what is left.
-    """
+    """The view that one rank has of an iteration."""
 
     own_extra: IntArray
+    """Tokens that this rank has sent beyond capacity, by layer and expert."""
+
     extra: IntArray
+    """Tokens that all ranks of the stage have sent beyond capacity."""
+
     deficit: IntArray
+    """Lost tokens that are yet to be made up."""
+
     event: CapacityBoosted | None
+    """Event of the iteration; None if no expert recovered."""
 
 
 def _recover_by_training(iterations: int) -> tuple[int, list[_Iteration]]:
-    """Train after every layer but the stage's last has lost these tokens."""
+    """Train a stage of which every layer but the last has lost the tokens of LOST."""
     state, loop, boost = _boosted_stage(*LONG)
     by_hand = _ByHand(state)
     deficit = np.zeros_like(boost.deficit)
@@ -308,8 +332,9 @@ def _recover_by_training(iterations: int) -> tuple[int, list[_Iteration]]:
 
 
 def test_exactly_the_lost_tokens_are_made_up() -> None:
-    """Two stages of two ranks with two micro-batches each: deficits of less than four
-    go to some of them only.
+    """Run two stages of two ranks, with two micro-batches on each rank.
+
+    Only some of the four micro-batches of a stage have a share in a deficit below four.
     """
     ranks = run_ranks(4, _recover_by_training, 8)
     for stage, seen in ranks:
@@ -332,15 +357,18 @@ def test_exactly_the_lost_tokens_are_made_up() -> None:
 
 
 def _digest_after_recovery(*overrides: str) -> tuple[str, int, int]:
-    """Return digest, tokens made up and calls of the first router of three iterations
-    with uneven shares.
+    """Train three iterations with uneven shares.
+
+    Returns:
+        The digest, the number of tokens made up, and the number of calls of the first
+        router.
     """
     state, loop, boost = _boosted_stage("parallel.pp=2", *LONG, *overrides)
     calls: list[None] = []
     total = 0
     _routers(state)[0].register_forward_hook(lambda *_: calls.append(None))
     for iteration in (1, 2, 3):
-        boost.recover(np.full_like(boost.deficit, 6))  # shares of 2, 2, 1, 1
+        boost.recover(np.full_like(boost.deficit, 6))  # 2, 2, 1 and 1
         boost.begin_iteration()
         loop.run_iteration(iteration)
         total += int(boost.end_iteration().sum())
@@ -348,7 +376,7 @@ def _digest_after_recovery(*overrides: str) -> tuple[str, int, int]:
 
 
 def test_recomputed_routing_is_the_same_and_counts_once() -> None:
-    """The first stage sees the second micro-batch before it recomputes the first."""
+    """The first stage runs forward of micro-batch 2 before it recomputes the first."""
     plain = run_ranks(2, _digest_after_recovery)
     again = run_ranks(2, _digest_after_recovery, "train.recompute=full")
     assert all(total > 0 and num_calls == 12 for _, total, num_calls in plain)
@@ -356,8 +384,9 @@ def test_recomputed_routing_is_the_same_and_counts_once() -> None:
 
 
 def _abandon_an_attempt() -> None:
-    """Stop an iteration after its backward and begin it again, then recover from
-    something else in the middle.
+    """Begin an iteration again after its backward; later replace a deficit midway.
+
+    The deficit is replaced after another iteration has begun, before its passes.
     """
     state, loop, boost = _boosted_stage(*LONG)
     by_hand, runner = _ByHand(state), loop.passes
@@ -385,7 +414,11 @@ def test_an_abandoned_attempt_is_not_counted() -> None:
 
 
 def _say_and_ignore(overrides: tuple[str, ...]) -> tuple[str, bool, list[str]]:
-    """Return the note, and train after a loss that cannot be made up."""
+    """Train an iteration after a loss of tokens that one iteration cannot make up.
+
+    Returns:
+        The note, whether experts have a capacity, and the names of the layers.
+    """
     _, loop, boost = _boosted_stage(*overrides)
     boost.recover(np.full((len(boost.layers), NUM_EXPERTS), 50))
     boost.begin_iteration()

@@ -1,4 +1,7 @@
-"""The iterators of a rank's model chunks go back, and on in a new process, together."""
+"""The iterators of all model chunks of a rank are restored together.
+
+The iterators go back in the same process, and go on in a new process.
+"""
 
 from __future__ import annotations
 

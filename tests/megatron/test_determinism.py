@@ -1,5 +1,6 @@
-"""The check at the start: a pass that repeats itself passes and leaves no trace, one
-that does not is named.
+"""The check before training accepts repeatable passes, and names all others.
+
+An accepted pass leaves no trace in the state.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def test_deterministic_runs_compile_nothing_and_sum_in_one_order() -> None:
 
 
 def train_two_stages(checks: bool) -> tuple[list[str], str]:
-    """Return the parameters that differ, and the state after two iterations."""
+    """Return the parameters that differ, and the digest after two iterations."""
     state, loop = build_stage("parallel.pp=2", *BIAS, *FP16)
     differing = (
         differing_gradients(state, loop.passes.train_on_one_micro_batch)
@@ -55,8 +56,10 @@ def test_a_check_of_two_stages_leaves_no_trace() -> None:
 
 
 def check_a_stage_with_noise(device: str) -> tuple[list[str], str]:
-    """Return the parameters that differ on a rank whose first one has a noisy gradient,
-    and the error on both ranks.
+    """Check a stage in which rank 1's first parameter has a noisy gradient.
+
+    Returns:
+        This rank's parameters that differ, and the error, which both ranks raise.
     """
     assert torch.empty(0, device=device).device.type == device
     state, loop = build_stage(

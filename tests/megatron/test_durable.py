@@ -1,5 +1,6 @@
-"""What is written is the state at the call, and what is read back is that state,
-whatever happened in between.
+"""A save writes the state at the call, and a load restores exactly this state.
+
+Later changes, abandoned saves and failed saves have no effect on the written state.
 """
 
 from __future__ import annotations
@@ -30,9 +31,7 @@ def _new(directory: Path) -> Path:
 
 
 def _spoil(state: TrainingState) -> None:
-    """Change every number of the state, and draw from the generators, as later training
-    would.
-    """
+    """Change every number of the state, and draw from generators, as training would."""
     for name, tensor in named_state(state):
         if not name.startswith("rng."):
             tensor.add_(1)
@@ -82,9 +81,7 @@ def test_a_full_disk_for_the_common_file_fails_the_save_on_every_rank(
 
 
 def _save_after_an_abandoned_save(folder: Path) -> None:
-    """Cancel a save whose writers have begun, and let the next one wait until they have
-    ended.
-    """
+    """Abandon a save whose writers have begun; save again after the writers' end."""
     state, _ = build_stage()
     durable = MegatronDurableState(state, asynchronous=True)
     gate = _hold_writers()
@@ -126,11 +123,18 @@ def test_an_abandoned_save_writes_no_more_and_the_next_one_is_whole(
 
 
 def _damage_and_refuse(folder: Path, asynchronous: bool) -> tuple[list[str], str]:
-    """Return the names of the files that this rank has written, and why rank 1's disk
-    fails another save.
+    """Damage this rank's file within one save, and let another save fail on rank 1.
 
-    Each file has lost a byte between its write and the save's end, which is found when
-    it is checked.
+    The file loses a byte between the write and the end of the save. The check of the
+    files finds the damage.
+
+    Args:
+        folder: The folder of both checkpoints.
+        asynchronous: Whether another thread writes the files.
+
+    Returns:
+        The names of the files that this rank has written, and the reason why the other
+        save fails: rank 1's disk.
     """
     state, _ = build_stage()
     durable = MegatronDurableState(state, asynchronous=asynchronous)

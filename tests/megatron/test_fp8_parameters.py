@@ -1,8 +1,7 @@
-"""FP8 parameters: casts of masters by parts, stored payloads and scales, and that
-copies in another order follow.
+"""FP8 parameters: casts from parts of masters, stored payloads and scales, copies.
 
-The tests run on the tensors that stand in on a CPU, and, marked `gpu`, on Transformer
-Engine's own.
+A copy in another order of elements follows payload and scales. The tests run on the
+tensors that stand in on a CPU and, marked `gpu`, on Transformer Engine's own tensors.
 """
 
 from __future__ import annotations
@@ -43,8 +42,9 @@ KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def values(seed: int) -> torch.Tensor:
-    """Return master weights, float32 [ROWS * COLUMNS], of which one block is much
-    larger than the others.
+    """Return master weights, float32 [ROWS * COLUMNS].
+
+    The values of one block are much larger than all other values.
     """
     drawn = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(seed))
     drawn[128:256, :128] *= 1e6
@@ -76,7 +76,7 @@ def _on_gpu(recipe: str) -> torch.nn.Parameter:
     }
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    # the older name
+    # `fp8_model_init` is the older name
     in_fp8 = (
         te.quantized_model_init
         if hasattr(te, "quantized_model_init")
@@ -100,7 +100,7 @@ def computed_with(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def near(computed: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Return whether values are as exact as three bits after the first one can be."""
+    """Return whether values differ by no more than rounding to a 3-bit mantissa."""
     return bool((computed - wanted).abs().max() <= wanted.abs().max() / 16)
 
 
@@ -180,8 +180,10 @@ def test_delayed_scaling_casts_with_the_scale_that_is_there(kind: str) -> None:
 
 
 def _cast_by_parts() -> None:
-    """Cast two weights of which each rank has a part of one's master, and one has none
-    of the other's.
+    """Cast two weights whose masters are on two ranks.
+
+    Each rank has a part of the first master. Rank 1 has the whole second master, and
+    rank 0 has no part of the second master.
     """
     join("parallel.dp=2")
     rank, half = dist.get_rank(), ROWS * COLUMNS // 2 + 77
@@ -245,7 +247,7 @@ def _refusals() -> None:
         require_replayable(state)
     chunk.ddp_config.fp8_param_gather = True
     config: Any = state.inner_optimizers[0].config
-    # as Megatron sets it for FP16 masters, and delayed
+    # Megatron sets this flag for FP16 masters and for delayed scaling
     config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
     with pytest.raises(
         ConfigError,

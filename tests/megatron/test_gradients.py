@@ -1,6 +1,4 @@
-"""Gradients and numbers of a step, as a peer gets them, lead from the state before it
-to the very state after it.
-"""
+"""A peer that takes a step from gradients and numbers gets the owner's exact state."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ LAST = 3
 
 
 class _Noting(NoHooks):
-    """Notes each step, and the state before the last."""
+    """Logs each step, and keeps the state before the last step."""
 
     def __init__(self, operators: RankOperators) -> None:
         self._operators = operators
@@ -94,8 +92,9 @@ def test_a_peer_that_takes_the_step_comes_to_the_same_state(
 
 
 def test_a_step_that_a_device_takes_is_left_to_the_device() -> None:
-    """Peers compute on hosts, whose Adam has other last bits than a device's: `meta`
-    stands for any device.
+    """Peers compute on hosts, whose Adam differs from a device's in the last bits.
+
+    `meta` stands for any device.
     """
     assert repeats_on_a_host(torch.empty(1))
     assert not repeats_on_a_host(torch.empty(1, device="meta"))

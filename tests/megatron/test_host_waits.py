@@ -1,5 +1,6 @@
-"""How often the host waits for its device in an iteration and in a recovery: once a
-subject, not once a tensor.
+"""The host waits for the device once for all buffers and once for all token counts.
+
+An iteration and a recovery wait once for each group of tensors, not for each tensor.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from tests.scenarios import BIAS
 
 
 def count_transfers() -> tuple[int, int, int, int]:
-    """Return the number of buffers, of transfers for them, of routers that count
-    tokens, and of transfers for these.
+    """Count the transfers to the host for buffers and for token counts.
+
+    Returns:
+        The number of buffers, of transfers for the buffers, of token counts of routers,
+        and of transfers for the token counts.
     """
     state, loop = build_stage(*BIAS)
     operators = RankOperators(state)

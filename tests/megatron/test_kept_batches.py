@@ -1,6 +1,4 @@
-"""Micro-batches of an iterator can be read again: here from memory, and in a new
-process from a mark.
-"""
+"""Micro-batches are read again from memory and, in a new process, from a mark."""
 
 from __future__ import annotations
 
@@ -36,7 +34,10 @@ def numbered() -> Iterator[dict[str, Any]]:
 
 
 class Stateful:
-    """Gives the same as `numbered`; `loads` counts its loads of a state."""
+    """Gives the same micro-batches as `numbered`, and can save and load its state.
+
+    `loads` counts loads of a state, and `reads` counts micro-batches.
+    """
 
     def __init__(self) -> None:
         self.number, self.loads, self.reads = torch.tensor(0), 0, 0
@@ -67,7 +68,7 @@ def read(kept: KeptBatches, count: int = PER_ITERATION) -> list[int]:
 def train(
     kept: KeptBatches, first: int, last: int, keep_since: int | None = None
 ) -> dict[int, dict[str, torch.Tensor]]:
-    """Read the batches of these iterations; return each one's start."""
+    """Read the batches of these iterations; return the start of each iteration."""
     starts = {}
     for iteration in range(first, last + 1):
         kept.iteration_started(iteration, keep_since=keep_since)
@@ -181,8 +182,9 @@ def test_a_replay_that_read_another_stream_is_an_error() -> None:
 
 
 def drawing(*, each: bool) -> Iterator[dict[str, Any]]:
-    """Draw from all generators of the process at the first read, as `iter(DataLoader)`
-    from torch's, or at each one.
+    """Draw from all generators of the process, at the first read or at each read.
+
+    `iter(DataLoader)` draws from torch's generator at the first read.
     """
     for number, content in enumerate(numbered()):
         if each or number == 0:

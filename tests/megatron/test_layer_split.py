@@ -1,5 +1,6 @@
-"""Which layers a stage has, by each setting that splits a model; stages without layers
-or experts are named.
+"""The layers of each stage, for each setting that splits a model.
+
+Errors name stages without layers or experts.
 """
 
 from __future__ import annotations
@@ -212,9 +213,7 @@ def test_a_model_that_is_built_is_asked_the_same(
 
 
 def test_ranks_that_build_together_need_no_experts_in_each_stage() -> None:
-    """Without supervisors all ranks are started again, and make their optimizers
-    together.
-    """
+    """Without supervisors all ranks start again, and make optimizers together."""
     require_recoverable(
         cast("Any", BuiltState(moe_layer_freq=[0, 1])), is_supervised=False
     )

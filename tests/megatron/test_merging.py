@@ -1,5 +1,6 @@
-"""Tensors of which each rank has a part become whole, in chunks that a nearly full
-device has room for.
+"""Tensors of which each rank has a part become whole, in chunks.
+
+A nearly full device has room for one chunk.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def merge_halves(limit_bytes: int) -> tuple[list[list[float]], int]:
     pieces = []
     for size, dtype in ((6, torch.float32), (5, torch.bfloat16)):
         start, end = (0, size // 2) if rank == 0 else (size // 2, size)
-        tensor = torch.full((size,), 9.0, dtype=dtype)  # of the other half: stale
+        tensor = torch.full((size,), 9.0, dtype=dtype)  # stale in the other half
         tensor[start:end] = torch.arange(start, end, dtype=dtype)
         pieces.append((tensor, start, end))
     assert dist.group.WORLD is not None

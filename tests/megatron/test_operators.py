@@ -1,5 +1,6 @@
-"""Operators are found at their place in the whole model, each byte of them is owned
-once, and pieces go back whole.
+"""Operators have a place in the whole model, and each byte has exactly one owner.
+
+Loaded pieces restore the whole state.
 """
 
 from __future__ import annotations
@@ -51,49 +52,76 @@ from tests.scenarios import BIAS, TIED, UNSHARDED
 NUM_LAYERS, NUM_EXPERTS = 4, 4
 SIZE = (f"model.num_layers={NUM_LAYERS}", f"model.num_experts={NUM_EXPERTS}")
 EP2_DP2 = ("parallel.pp=2", "parallel.ep=2", "parallel.dp=2")
-# each expert on two ranks
+# each expert is on two ranks
 EP2_DP4 = ("parallel.pp=1", "parallel.ep=2", "parallel.dp=4")
 FP8_PARAMETERS = ("precision=fp8_fp32_fp32", "precision.fp8_param_gather=true")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A job, what its stages' operators are called, and the bytes of a parameter's
-    compute weights.
-    """
+    """A job, and the operators that its stages must have."""
 
     world_size: int
+    """Number of ranks."""
+
     overrides: tuple[str, ...]
+    """Overrides of the settings."""
+
     stages: tuple[list[str], ...]
+    """Names of the operators of each stage."""
+
     compute_bytes: int = 2
+    """Bytes of one element of the compute weights."""
 
 
 class Owned(NamedTuple):
-    """A piece that a rank takes: its range in a whole of `size` elements, and the
-    values in it.
-    """
+    """A piece that a rank takes."""
 
     key: PartKey
+    """Key of the piece."""
+
     start: int
+    """Index of the piece's first element in the flattened whole."""
+
     end: int
+    """Index after the piece's last element."""
+
     size: int
+    """Number of elements of the whole."""
+
     values: set[float]
+    """Distinct values in the piece."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Described:
-    """What a rank says of its place and its stage's table, and, by other means, of its
-    parameters and buffers.
-    """
+    """A rank's place, the table of the rank's stage, and the rank's tensors."""
 
     stage: int
+    """Stage of the rank."""
+
     shard: tuple[int, ...]
+    """Global rank, and rank on each axis: pp, tp, ep, etp, dp."""
+
     operators: list[str]
+    """Names of the operators in the table."""
+
     full_bytes: int
+    """Bytes of the whole state in the table, over all ranks and operators."""
+
     compute_bytes: int
+    """Bytes of the compute weights in the table, over all ranks and operators."""
+
     sizes: dict[str, int]
+    """Number of elements of each parameter of this rank, by name with the global number
+    of the expert. Counted without the table.
+    """
+
     buffer_bytes: int
+    """Bytes of this rank's buffers. Counted without the table."""
+
     owned: list[Owned]
+    """Pieces that this rank takes."""
 
 
 def _moe_layers(*layers: int) -> list[str]:
@@ -150,7 +178,7 @@ SHAPES = {
     ),
 }
 EXPERT_NUMBERS = {
-    # up to 16: bf16 holds it exactly
+    # at most 16, which bf16 holds exactly
     f"layer {layer} expert {expert}": 1 + layer * NUM_EXPERTS + expert
     for layer in range(NUM_LAYERS)
     for expert in range(NUM_EXPERTS)
@@ -158,9 +186,7 @@ EXPERT_NUMBERS = {
 
 
 def _global_name(name: str) -> str:
-    """Return a parameter's name with the expert's global number in place of the local
-    one.
-    """
+    """Return a parameter's name with the global number of its expert."""
     local = NUM_EXPERTS // parallel_state.get_expert_model_parallel_world_size()
     first = local * parallel_state.get_expert_model_parallel_rank()
     return re.sub(
@@ -169,8 +195,9 @@ def _global_name(name: str) -> str:
 
 
 def _expert_number(name: str) -> int:
-    """Return the number of a parameter's expert, from its name and the place of this
-    rank; 0 for other operators.
+    """Return the number of a parameter's expert; 0 for other operators.
+
+    The number follows from the name and the place of this rank.
     """
     match = re.search(
         r"decoder\.layers\.(\d+)\..*local_experts\.(\d+)\.", _global_name(name)
@@ -187,9 +214,7 @@ def _expert_number(name: str) -> int:
 
 
 def _describe(overrides: tuple[str, ...]) -> Described:
-    """Describe a stage whose parameters all have the number of their expert as
-    value.
-    """
+    """Describe a stage whose parameters have the number of their expert as values."""
     state, _ = build_stage(*SIZE, *overrides)
     chunk = state.model[0]
     sizes: dict[str, int] = {}
@@ -303,8 +328,9 @@ def test_shard_identity_names_the_place_on_every_axis() -> None:
 
 
 def _held_by_operators(state: TrainingState) -> Tensors:
-    """Return copies of the state without generators, schedule and loss scalers, which
-    belong to no operator.
+    """Return copies of all tensors that belong to operators.
+
+    Generators, schedule and loss scalers belong to no operator.
     """
     elsewhere = re.compile(r"rng\.|scheduler\.|optimizer\d+\.(scaler\.|\d+\.lr$)")
     held = {
@@ -318,8 +344,9 @@ def _held_by_operators(state: TrainingState) -> Tensors:
 
 
 def _fp8_values(state: TrainingState) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what forward passes multiply: FP8 parameters keep a copy that has to follow
-    payloads and scales.
+    """Yield the values of FP8 parameters that forward passes multiply.
+
+    An FP8 parameter keeps a copy, which has to follow payloads and scales.
     """
     for name, parameter in state.model[0].named_parameters():
         if is_fp8_parameter(parameter):
@@ -327,7 +354,7 @@ def _fp8_values(state: TrainingState) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _make_round_trips(overrides: tuple[str, ...]) -> None:
-    """Wipe the state and load all full pieces; wipe it and load all compute pieces."""
+    """Wipe the state and load full pieces; then do the same with compute pieces."""
     state, _ = trained_stage(*overrides, iterations=2)
     operators = RankOperators(state)
     full, compute = full_parts(operators), compute_parts(operators)
@@ -388,13 +415,18 @@ def _make_round_trips(overrides: tuple[str, ...]) -> None:
 def test_full_pieces_bring_everything_back_on_every_rank(
     overrides: tuple[str, ...],
 ) -> None:
-    """And compute pieces bring back weights and buffers alone."""
+    """Compute pieces restore only weights and buffers."""
     run_ranks(4, _make_round_trips, overrides)
 
 
 def _step_counts_after_a_load_that_was_cut_off() -> set[float]:
-    """Return those of all parameters two iterations and one more after a checkpoint's
-    load came as far as its files.
+    """Train two iterations, cut off a checkpoint's load, and train one iteration.
+
+    The load is cut off before the checkpoint's files are read. Afterwards the state
+    from before the load is loaded in place of the checkpoint.
+
+    Returns:
+        The distinct step counts of all parameters.
     """
     state, worker = trained_stage("parallel.ep=2", "parallel.dp=2", iterations=2)
     operators = RankOperators(state)
@@ -412,8 +444,10 @@ def test_step_counts_are_right_after_a_checkpoint_s_load_was_cut_off() -> None:
 
 
 def _restored_by_a_mixed_load() -> tuple[set[str], set[str]]:
-    """Load one expert whole, one gate's weights, nothing else; return what came back of
-    the model, and of masters.
+    """Load one expert whole and one gate's weights into a wiped state.
+
+    Returns:
+        The names of the model's tensors that were restored, and of restored masters.
     """
     state, _ = trained_stage("model.num_layers=1", *BIAS, iterations=2)
     operators = RankOperators(state)
@@ -446,7 +480,9 @@ def test_only_the_named_operators_are_loaded() -> None:
 
 
 def _types_of_biases_before_and_after_going_back() -> list[torch.dtype]:
-    """Return the type of a gate's bias before the first pass, after it, and after going
+    """Return the dtypes of a gate's bias at three points of training.
+
+    The points are before the first pass, after the first iteration, and after going
     back to the first state.
     """
     state, worker = build_stage("model.num_layers=1", "precision=fp16", *BIAS)
@@ -461,14 +497,14 @@ def _types_of_biases_before_and_after_going_back() -> list[torch.dtype]:
 
 
 def test_a_trained_rank_goes_back_to_the_state_before_its_first_pass() -> None:
-    """Megatron makes float32 of a gate's 16-bit bias then."""
+    """In the first pass, Megatron converts a gate's 16-bit bias to float32."""
     assert run_ranks(1, _types_of_biases_before_and_after_going_back) == [
         [torch.float16, torch.float32, torch.float16]
     ]
 
 
 def _refusals() -> None:
-    """Damage the first part of each role, in every way."""
+    """Remove, shorten and cast the first part of each role; each load must fail."""
     state, _ = build_stage(*BIAS)
     operators = RankOperators(state)
     names, full, compute = (
@@ -497,8 +533,9 @@ def test_a_missing_or_unfitting_part_is_refused_by_name() -> None:
 
 
 def _freeze() -> None:
-    """Freeze some operators, all, none, and some again; only embeddings gather
-    gradients though they are frozen.
+    """Freeze some operators, all, none, and some again.
+
+    Only embeddings accumulate gradients although they are frozen.
     """
     state, worker = build_stage("train.global_batch_size=4")
     operators = RankOperators(state)
@@ -527,8 +564,9 @@ def _freeze() -> None:
 def _step_without_frozen(
     state: TrainingState, operators: RankOperators, frozen: set[str]
 ) -> None:
-    """Take a step from the gradients that are there: frozen operators keep masters,
-    moments and step counts.
+    """Take a step from the gradients that are present.
+
+    Frozen operators keep masters, moments and step counts.
     """
     before = optimizer_states(operators)
     unscale_gradients(state)
@@ -566,7 +604,7 @@ def test_frozen_operators_get_no_gradient_and_no_update() -> None:
 
 
 def _module(**parts: Any) -> torch.nn.Module:
-    """Return a module with these parts, which are attributes or modules."""
+    """Return a module with these attributes and submodules."""
     module = torch.nn.Module()
     for name, part in parts.items():
         setattr(module, name, part)
@@ -578,11 +616,14 @@ def _layer(layer_number: int) -> torch.nn.Module:
 
 
 def _names_only(inner_name: str = "transformer_layer") -> torch.nn.Module:
-    """Return the second stage of a GPT as far as `locate` looks at it: layers 2 and 3,
-    experts 2 and 3, MTP modules.
+    """Return the second stage of a GPT, with only the parts that `locate` reads.
 
-    The layer inside of a multi-token prediction layer has the name that a version of
-    Megatron gives to it.
+    The stage has layers 2 and 3, experts 2 and 3, and two modules of multi-token
+    prediction (MTP).
+
+    Args:
+        inner_name: The name of the layer inside an MTP layer, which depends on
+            Megatron's version.
     """
     mtp = [_module(**{inner_name: _layer(5)}) for _ in range(2)]
     return _module(
@@ -686,8 +727,10 @@ def test_front_to_back_is_the_order_of_the_forward_pass() -> None:
 
 
 def _mtp_operators() -> tuple[set[str], set[str]]:
-    """Return the operators of Megatron's own GPT with one multi-token prediction
-    module: of MTP, and all others.
+    """Return the operators of Megatron's own GPT with one MTP module.
+
+    Returns:
+        The operators of the MTP module, and all other operators.
     """
     config = transformer_config(*join("model.num_layers=1"))
     config.mtp_num_layers = 1

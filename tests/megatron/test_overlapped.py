@@ -1,6 +1,4 @@
-"""Collectives that overlap with computation: weights that are gathered later, and
-passes that were cut off.
-"""
+"""Collectives that overlap with computation: late gathers, and passes cut off."""
 
 from __future__ import annotations
 
@@ -24,12 +22,13 @@ from moe_ckpt.megatron.step import clear_gradients, gather_late_parameters
 from tests.megatron.stage import StageLoop, build_stage
 from tests.ranks import run_ranks
 
-BUCKET_SIZE = 999  # of parameters, of which the model has more
+BUCKET_SIZE = 999  # parameters in a bucket; the model has more
 
 
 def build_overlapped() -> tuple[TrainingState, StageLoop]:
-    """Return a stage of two data-parallel ranks that overlaps both collectives, with
-    several buckets a group.
+    """Return a stage of two data-parallel ranks that overlaps both collectives.
+
+    Each group of buckets has several buckets.
     """
     options = {
         "overlap_param_gather": True,
@@ -56,10 +55,13 @@ def _weights(state: TrainingState) -> torch.Tensor:
 
 
 def _hash_before_and_after_gathering() -> int:
-    """Return how many weights of this rank were stale after a step."""
+    """Return the number of this rank's weights that are stale after a step.
+
+    Also check that gathering the weights changes no digest.
+    """
     state, loop = build_overlapped()
     operators = RankOperators(state)
-    for iteration in (1, 2):  # the first step's learning rate is 0
+    for iteration in (1, 2):  # the learning rate of the first step is 0
         loop.run_iteration(iteration)
     assert len(groups_of(state)) > 2, "several buckets"
     stale, digest, hashes = _weights(state), digest_of(state), operators.digests()
@@ -79,7 +81,11 @@ def test_weights_that_are_gathered_later_are_no_part_of_a_digest() -> None:
 
 
 def _train_three_iterations(is_cut: bool) -> str:
-    """Return the digest after iteration 3, whose first attempt may be cut off."""
+    """Return the digest after iteration 3.
+
+    Args:
+        is_cut: Whether a first attempt of iteration 3 is cut off.
+    """
     state, loop = build_overlapped()
     for iteration in (1, 2):
         loop.run_iteration(iteration)
@@ -88,7 +94,7 @@ def _train_three_iterations(is_cut: bool) -> str:
         clear_gradients(state)
         loop.passes.train_on(3)
         group = groups_of(state)[0]
-        group.grad_reduce_handle = object()  # of a collective that nothing will end
+        group.grad_reduce_handle = object()  # a collective that never ends
         group.per_param_grad_ready_counts = {next(iter(group.params)): 1}
         forget_communication(state.model)
         restore_small_state(state, start)
@@ -106,9 +112,7 @@ def test_a_pass_that_was_cut_off_leaves_no_collective_behind() -> None:
 
 
 def _gather_twice() -> int:
-    """Return how many collectives of weights a forward pass starts after all are
-    gathered.
-    """
+    """Return the number of gathers that a forward pass starts after all are done."""
     state, loop = build_overlapped()
     loop.run_iteration(1)
     mark_gathered(state.model)

@@ -1,5 +1,6 @@
-"""The stage communicator counts exactly what a stage hands to its neighbours, and the
-time that it waits for them.
+"""The stage communicator counts the bytes that a stage sends, and the waiting time.
+
+The stage sends tensors to neighbour stages, and waits for tensors of these stages.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from tests.ranks import run_ranks
 def _run_an_iteration() -> tuple[
     int, IterationCommitted, list[tuple[bool, bool]], float
 ]:
-    """Return the stage, the iteration, of each transfer whether this rank waits for it
-    and whether a bubble is open.
+    """Run one iteration, and observe each transfer.
 
-    And the seconds of all bubbles.
+    Returns:
+        The stage; the event of the iteration; for each transfer, whether this rank
+        waits for the transfer and whether a bubble is open; the seconds of all bubbles.
     """
     seen: list[tuple[bool, bool]] = []
     bubbles, communicate = PipelineBubbles(), P2PCommunicator._communicate
@@ -37,8 +39,8 @@ def _run_an_iteration() -> tuple[
 
 
 def test_an_iteration_of_two_stages_of_two_ranks() -> None:
-    # 2 micro-batches (batch 8, micro 2, dp 2), each 16 tokens x 2 sequences x 32 wide,
-    # 2 bytes (bf16)
+    # 2 micro-batches (batch 8, micro 2, dp 2) of 16 tokens x 2 sequences x hidden size
+    # 32 x 2 bytes (bf16)
     boundary_bytes = 2 * (16 * 2 * 32 * 2)
     ranks = run_ranks(4, _run_an_iteration)
     for stage, committed, seen, seconds in ranks:

@@ -1,5 +1,6 @@
-"""The hash of the micro-batches of a pass: samples, their order and their form count,
-and nothing else does.
+"""The hash of a pass's micro-batches depends on samples, their order and their form.
+
+Nothing else changes the hash.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """An iterator is tried in new processes before training begins.
 
-The tests fork, as the check itself does: whether a new process reads the same is what
-they are about.
+The tests fork, as the check itself does: the subject of the tests is whether a new
+process reads the same micro-batches.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SETTING = "--dataloader-type external"
 
 
 def epochs(**options: Any) -> Iterator[Any]:
-    """Open an ordinary loader again for each epoch."""
+    """Yield from an ordinary loader, which is opened again for each epoch."""
     loader = DataLoader(DATA, batch_size=4, **options)
     while True:
         yield from loader
@@ -108,7 +108,7 @@ def generators() -> list[Any]:
 
 
 def test_this_process_is_as_before(tmp_path: Path) -> None:
-    """Its generators, the place in its files, and its connections."""
+    """The check keeps generators, file positions and connections of this process."""
     path = tmp_path / "numbers"
     path.write_bytes(bytes(range(100)))
     opened: list[Any] = []
@@ -141,8 +141,9 @@ def test_this_process_is_as_before(tmp_path: Path) -> None:
 def test_an_iterator_that_cannot_be_tried_is_let_through(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A lock that another thread holds is never released in a fork; an error, or a
-    death, is another reason.
+    """A lock that another thread holds is never released in a fork.
+
+    The other reasons are an error and the death of the fork.
     """
     lock = threading.Lock()
 

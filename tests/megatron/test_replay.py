@@ -1,6 +1,4 @@
-"""An iteration that is run again, by one stage alone or by some together, leaves the
-very bits that it once left.
-"""
+"""A replay of an iteration, by one stage or several, leaves the bits of training."""
 
 from __future__ import annotations
 
@@ -58,8 +56,9 @@ Sent = dict[Direction, list[torch.Tensor]]
 
 
 class _Job(NoHooks):
-    """Hooks that note what a replay of the last iteration needs, and the state before
-    it.
+    """Hooks that keep the inputs of a replay of the last iteration.
+
+    The inputs include the state before the iteration.
     """
 
     def __init__(self, *overrides: str) -> None:
@@ -102,8 +101,15 @@ class _Job(NoHooks):
         self.starts[iteration + 1] = self.replay.begin(iteration + 1)
 
     def train(self, first: int, last: int) -> tuple[str, LoggedEnds]:
-        """Run all iterations; return the digest of what they lead to, and what this
-        segment of stages replays from.
+        """Run all iterations.
+
+        Args:
+            first: The first stage of the segment that will replay.
+            last: The last stage of the segment.
+
+        Returns:
+            The digest of the final state, and the neighbours' logs from which this
+            stage replays.
         """
         for iteration in range(1, LAST + 1):
             self.loop.run_iteration(iteration)
@@ -121,7 +127,8 @@ class _Job(NoHooks):
         return digest_of(self.state), ends
 
     def go_back(self) -> None:
-        """Lose the state, and put that before the last iteration in its place.
+        """Lose the state, and load the state before the last iteration.
+
         Collective in the stage group.
         """
         live = digest_of(self.state)
@@ -132,7 +139,7 @@ class _Job(NoHooks):
         )
 
     def sent(self) -> Sent:
-        """Return copies of what this rank sent in the last iteration."""
+        """Return copies of the tensors that this rank sent in the last iteration."""
         return {
             way: [tensor.clone() for tensor in self.boundary.sent(LAST, way)]
             for way in Direction
@@ -146,7 +153,7 @@ class _Job(NoHooks):
         whole_model: bool = False,
         before_update: Callable[[], None] = lambda: None,
     ) -> str:
-        """Replay the last iteration and return the digest of what it leads to."""
+        """Replay the last iteration and return the digest of the resulting state."""
         self.boundary.begin(LAST)
         record = record or self.records[LAST]
         self.replay.replay(
@@ -162,8 +169,9 @@ class _Job(NoHooks):
     def cut_off_and_undo(
         self, ends: LoggedEnds, record: StepRecord, *, whole_model: bool
     ) -> None:
-        """Replay the last iteration until its gradients are complete, and leave the
-        state as it was before.
+        """Replay the last iteration until gradients are complete; undo the replay.
+
+        Afterwards the state is as before the replay.
         """
 
         def lose_peers() -> None:
@@ -185,8 +193,9 @@ def _num_stages() -> int:
 
 
 def _watch_transfers() -> set[str]:
-    """Return a set that gathers the kinds of all transfers that reach Megatron's own
-    communicator from now on.
+    """Return a set that collects the kinds of all transfers from now on.
+
+    Only transfers that reach Megatron's own communicator count.
     """
     seen: set[str] = set()
     original = P2PCommunicator._communicate
@@ -212,9 +221,7 @@ def _without_tied_gradient(record: StepRecord) -> StepRecord:
 
 
 def _replay_segment(overrides: tuple[str, ...], first: int, last: int) -> None:
-    """Replay the last iteration on these stages, and check what each rank does and
-    sends.
-    """
+    """Replay the last iteration on these stages; check every rank's state and sends."""
     job = _Job(*overrides)
     live, ends = job.train(first, last)
     sent, record = job.sent(), job.records[LAST]
@@ -225,7 +232,7 @@ def _replay_segment(overrides: tuple[str, ...], first: int, last: int) -> None:
     if first <= job.stage <= last:
         job.go_back()
         whole_model = last - first + 1 == _num_stages()
-        # then stages exchange the tied gradient again, and its log does not matter
+        # stages exchange the tied gradient again, and the logged gradient has no effect
         if whole_model:
             record = _without_tied_gradient(record)
         job.cut_off_and_undo(ends, record, whole_model=whole_model)
@@ -298,7 +305,7 @@ CHANGES: dict[
 
 
 def _replay_changed() -> set[str]:
-    """Return the changes to its logs that led stage 1 elsewhere than training did."""
+    """Return the changes of logs that led stage 1 to another state than training."""
     job = _Job(*PP2, *TIED)
     live, ends = job.train(1, 1)
     seen = set[str]()
@@ -325,7 +332,7 @@ def _replay_over_other_samples() -> None:
             match=rf"^data: the replay of iterations \[{LAST}\] has read other samples",
         ):
             job.replay.require_same_samples()
-        job.replay.require_same_samples()  # it was said
+        job.replay.require_same_samples()  # raised only once
     dist.barrier()
 
 
@@ -366,7 +373,7 @@ def _named(state: TrainingState) -> Tensors:
 
 
 def _undo(overrides: tuple[str, ...]) -> None:
-    """Abort a pass; put back all of its start but buffers, and then all of it."""
+    """Abort a pass; restore its start without buffers, and then with buffers."""
     job = _Job(*overrides)
     job.train(0, 0)
     state, has_bias = job.state, "model.moe_balancing=bias" in overrides
@@ -416,7 +423,7 @@ def _refusals() -> None:
         (chunk.config, "moe_router_force_load_balancing"),
         (chunk.config, "moe_router_force_biased"),
         (chunk.config, "defer_embedding_wgrad_compute"),
-        (chunk.ddp_config, "nccl_ub"),  # the same
+        (chunk.ddp_config, "nccl_ub"),  # user buffers, too
         (optimizer, "optimizer_cpu_offload"),
     ):
         setattr(owner, name, True)
@@ -448,8 +455,9 @@ def _refusals() -> None:
 
 
 class _QuantizedWeight(torch.Tensor):
-    """As Transformer Engine's FP8 weights: a subclass that says its type is the one
-    that it is computed in.
+    """Stands in for Transformer Engine's FP8 weights.
+
+    Such a subclass reports as its dtype the dtype of computations.
     """
 
 
@@ -471,14 +479,14 @@ def test_options_that_no_log_covers_are_refused() -> None:
 
 
 class Stages(Enum):
-    """As Megatron-Core names the parts of a pass through shared experts."""
+    """Stages of a pass through shared experts, named as in Megatron-Core."""
 
     IDLE = 0
     FC1_FORWARD_DONE = 2
 
 
 def test_shared_experts_begin_anew_after_a_pass_that_was_cut_off_in_them() -> None:
-    """Made by hand: their constructor needs a GPU's streams."""
+    """The experts are made without their constructor, which needs a GPU's streams."""
     experts: Any = SharedExpertMLP.__new__(SharedExpertMLP)
     torch.nn.Module.__init__(experts)
     experts.cached_fc2_input, experts.cached_output = torch.ones(1), None

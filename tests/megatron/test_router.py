@@ -1,5 +1,6 @@
-"""Tokens are counted where routers send them: once, by global expert, and only while
-counting.
+"""Tokens that routers send are counted once, by global expert.
+
+Nothing is counted before `begin` or after `end`.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ SIZE = (
     f"model.num_experts={NUM_EXPERTS}",
     f"model.moe_topk={TOP_K}",
 )
-# train.micro_batch_size, train.sequence_length of the fast settings
+# train.micro_batch_size * train.sequence_length of tests.training.FAST
 TOKENS_OF_MICRO_BATCH = 2 * 16
 
 Counted = dict[str, tuple[float, float]]
-"""Tokens and sums of the gate's probabilities, by expert."""
+"""Number of tokens and sum of the gate's probabilities, by expert."""
 
 
 class _ByHand:
-    """Every call of every router: what its gate gave to each expert, before any was
-    chosen, and what it routed.
+    """Records the gate's probabilities and the routed tokens of every router call.
 
-    By the layer's number in Megatron, which counts from 1.
+    The probabilities are those of all experts, before the router chooses experts. Each
+    record has the layer's number in Megatron, which counts from 1.
     """
 
     def __init__(self, state: TrainingState) -> None:
@@ -64,8 +65,9 @@ class _ByHand:
         self.routed.append((router.layer_number, probabilities, routed[1].clone()))
 
     def take(self) -> Counted:
-        """Return the sums over all calls since the last time; a layer that was never
-        called is not there.
+        """Return the sums over all calls since the last `take`.
+
+        Layers without a call are left out.
         """
         found: Counted = {}
         for layer_number, probabilities, routing_map in self.routed:
@@ -79,7 +81,7 @@ class _ByHand:
 
 
 class _Counting:
-    """A stage whose tokens are counted, by the subject and by hand."""
+    """A stage whose tokens are counted by `RouterCounts` and by hand."""
 
     def __init__(self, *overrides: str) -> None:
         state, self.worker = build_stage(*SIZE, *overrides)
@@ -101,8 +103,9 @@ class _Counting:
 
 
 def alike(counted: Counted, by_hand: Counted) -> bool:
-    """Return whether tokens are the same, and probabilities but for rounding: the gate
-    computes them in 32 bits.
+    """Return whether tokens are equal, and probabilities equal up to rounding.
+
+    The gate computes probabilities in 32 bits.
     """
     return counted.keys() == by_hand.keys() and all(
         hard == by_hand[name][0] and soft == pytest.approx(by_hand[name][1], rel=1e-5)
@@ -113,8 +116,11 @@ def alike(counted: Counted, by_hand: Counted) -> bool:
 def _count_an_iteration(
     overrides: tuple[str, ...],
 ) -> tuple[int, int, Counted, Counted, int]:
-    """Return stage, number of micro-batches, what was counted, what by hand, and how
-    often routers were called.
+    """Count the tokens of one iteration.
+
+    Returns:
+        The stage, the number of micro-batches, the counts of `RouterCounts`, the counts
+        by hand, and the number of router calls.
     """
     stage = _Counting(*overrides)
     stage.begin()

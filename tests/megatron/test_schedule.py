@@ -1,6 +1,4 @@
-"""The lengths of a schedule after a load: those of the run, unless a start asks for
-others.
-"""
+"""A load keeps the schedule lengths of the run, unless a start asks for others."""
 
 from __future__ import annotations
 

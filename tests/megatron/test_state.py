@@ -1,4 +1,4 @@
-"""The digest sees everything that the next iteration depends on, and nothing else."""
+"""The digest covers exactly the state on which the next iteration depends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.scenarios import BIAS
 
 
 def _raise(tensor: torch.Tensor) -> None:
-    """Change one element by the least amount that its type can hold."""
+    """Change one element by the least amount that its dtype can hold."""
     flat = tensor.data.view(-1)
     flat[0] = torch.nextafter(flat[0], torch.tensor(float("inf"), dtype=flat.dtype))
 
@@ -72,8 +72,10 @@ CHANGES: dict[str, Callable[[TrainingState], object]] = {
 
 
 def _look_at_changes() -> tuple[dict[str, bool], list[str]]:
-    """Return whether the digest changed with each change, one upon the other, and the
-    names of all tensors.
+    """Apply all changes, one upon the other.
+
+    Returns:
+        Whether each change has changed the digest, and the names of all tensors.
     """
     state, _ = trained_stage(*FP16, *BIAS, iterations=1)
     digest = digest_of(state)
@@ -94,7 +96,7 @@ def test_digest_sees_the_least_change() -> None:
 RESTORED: dict[Callable[[TrainingState], object], set[str]] = {
     lambda _: random.gauss(): {"rng.python", "rng.python_gauss"},
     lambda _: np.random.standard_normal(): {"rng.numpy", "rng.numpy_gauss"},
-    # one generator where there is no GPU
+    # without a GPU both names stand for one generator
     lambda _: torch.rand(1): {"rng.cpu", "rng.cuda"},
     lambda _: draw_from_tracker(): {"rng.tracker.model-parallel-rng"},
     double_loss_scale: {"scaler0.scale"},
@@ -103,8 +105,11 @@ RESTORED: dict[Callable[[TrainingState], object], set[str]] = {
 
 
 def _change_and_restore() -> list[tuple[set[str], set[str], bool]]:
-    """Return for each change what it changed, what was left of that, and whether the
-    learning rate is as before.
+    """Change and restore the small state, once for each change.
+
+    Returns:
+        For each change: the changed tensors, the tensors that the restore has left
+        different, and whether the learning rate is as before.
     """
     state, _ = trained_stage(*FP16, iterations=1)
     found = []
@@ -139,9 +144,9 @@ def test_a_simulated_rank_logs_as_much_of_an_iteration_as_a_real_one() -> None:
 
 
 def _restore_buffers_that_were_replaced() -> tuple[list[int], list[int]]:
-    """Return counts of tokens as they were saved, and as they were restored."""
+    """Return counts of tokens, as saved and as restored."""
     state, _ = trained_stage(*BIAS, iterations=1)
-    buffers(state)  # the model has been walked once
+    buffers(state)  # walks the model once, before a buffer is replaced
     named = state.model[0].named_modules()
     name, module = next(
         pair for pair in named if hasattr(pair[1], "local_tokens_per_expert")

@@ -1,5 +1,6 @@
-"""A wipe leaves nothing of the training state, and comes at the moment that was asked
-for, once.
+"""A wipe leaves nothing of the training state.
+
+An armed callback runs once, at the requested moment.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def _state_and_gradients(state: TrainingState) -> Tensors:
 
 def _wipe_after_training(overrides: tuple[str, ...]) -> None:
     state, _ = trained_stage(*overrides, iterations=3)
-    random.gauss(0, 1)  # either keeps the second number that it drew
+    random.gauss(0, 1)  # each generator draws two numbers and keeps one
     np.random.standard_normal()
     before = _state_and_gradients(state)
     StateWiper(state).wipe()
@@ -50,7 +51,7 @@ def _wipe_after_training(overrides: tuple[str, ...]) -> None:
     assert len(buffers) == (4 if "model.moe_balancing=bias" in overrides else 0)
     assert before.keys() - differing(before, after) <= counts
     assert not any(after[name].any() for name in buffers)
-    if "precision=fp16" in overrides:  # then there is every kind of state to be lost
+    if "precision=fp16" in overrides:  # FP16 has every kind of state
         kinds = {
             name.rpartition(".")[2] for name in before if name.startswith("optimizer0.")
         }
@@ -67,8 +68,9 @@ def test_nothing_is_left_of_the_state(overrides: tuple[str, ...]) -> None:
 
 
 def _weights_of_two_wipes() -> list[list[float]]:
-    """Return a parameter's values after each of two wipes, both with generators of the
-    same seed.
+    """Return a parameter's values after each of two wipes.
+
+    The process's generators have the same seed before both wipes.
     """
     state, _ = build_stage()
     found = []
@@ -89,11 +91,12 @@ def test_no_two_wipes_leave_the_same_weights() -> None:
 
 
 def _calls(recompute: str) -> list[list[str]]:
-    """Return what happened, in order, in iterations of which each second one begins
-    with a callback armed.
+    """Return the events of five iterations and an evaluation, as one list for each.
 
-    First for the forward, then for the backward; the last list is that of an
-    evaluation.
+    Each list is in the order of the events.
+
+    A callback is armed at the start of iteration 2 for forward, and at the start of
+    iteration 4 for backward.
     """
     state, worker = build_stage("parallel.pp=2", f"train.recompute={recompute}")
     layer = bare_model(state.model[0]).get_submodule("decoder.layers.0")
@@ -126,7 +129,7 @@ def test_an_armed_callback_comes_once_in_its_phase(recompute: str) -> None:
         assert in_forward == ["called in forward", *first]
         where = in_backward.index("called in backward")
         assert [*in_backward[:where], *in_backward[where + 1 :]] == first
-        # after the first micro-batch's forward, and before any layer's backward is over
+        # after the first micro-batch's forward, before the end of any layer's backward
         assert in_backward[0] == "layer ran in forward"
         assert in_backward[:where].count("layer ran in backward") == (
             1 if recompute == "full" else 0

@@ -1,4 +1,4 @@
-"""The split step is Megatron's own step, bit for bit."""
+"""The split step equals Megatron's own step bit for bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def _digest_with_split_step(overrides: tuple[str, ...]) -> str:
 
 
 def _digest_with_whole_step(overrides: tuple[str, ...]) -> str:
-    import moe_ckpt.loop as loop  # noqa: PLC0415 - its two calls are replaced in this rank's process only
+    # the calls of `finish_gradients` and `apply_update` are replaced in the process of
+    # this rank only
+    import moe_ckpt.loop as loop  # noqa: PLC0415
 
     def step(state: TrainingState) -> ReadyGradients:
         updated, norm, _ = cast("Any", state.optimizer).step()
@@ -70,8 +72,9 @@ def test_split_step_equals_megatrons_step(
 
 
 def _update_where_all_is_frozen() -> list[int]:
-    """Return the numbers of gradients in each call that clips, of an optimizer without
-    gradients and then with some.
+    """Return the number of gradients in each call that clips.
+
+    The optimizer first has no gradients, and then has one gradient.
     """
     state, _ = trained_stage("precision=fp32", CLIPPED, iterations=1)
     counts: list[int] = []

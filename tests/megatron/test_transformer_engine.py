@@ -1,5 +1,6 @@
-"""Delayed scaling: what FP8 layers keep between iterations is found, named, and there
-before the first pass.
+"""Delayed scaling: state that FP8 layers keep between iterations is found and named.
+
+The state exists before the first pass.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def test_values_are_rounded_with_the_scale_of_earlier_passes() -> None:
     assert state.scale.tolist() == [1.0, scale.item(), 1.0], (
         "none and an infinite one change nothing"
     )
-    # not 44.8
+    # 0.3 * scale is 44.8, which E4M3 rounds to 44
     assert state.round(torch.tensor([0.3]), tensor=1) == 44.0 * scale.reciprocal()
     state.update(torch.tensor([0.0, 1.75, 0.0]))
     assert state.scale[1] == scale, "the larger one of two passes"
@@ -103,7 +104,7 @@ class activation_recompute_forward:
 
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Transformer Engine's names, which need no GPU."""
+    """Provide Transformer Engine's names, without a GPU."""
     for name, text in STAND_IN.items():
         file = tmp_path / "transformer_engine" / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +123,7 @@ def imported_engine() -> list[str]:
 
 @pytest.mark.usefixtures("engine")
 def test_layers_allocate_what_their_first_pass_would() -> None:
-    """Attention has no parameters, and scales all the same."""
+    """Attention has no parameters, but has scales."""
     base: Any = importlib.import_module(
         "transformer_engine.pytorch.module.base"
     ).TransformerEngineBaseModule
@@ -172,8 +173,9 @@ def test_the_names_are_those_of_transformer_engine() -> None:
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:fp8_autocast is deprecated:DeprecationWarning")
 def test_a_layer_put_back_computes_the_same_again() -> None:
-    """Two passes of Transformer Engine's layer from the same scales and histories are
-    the same, bit for bit.
+    """Two runs from the same scales and histories are equal bit for bit.
+
+    The layer is Transformer Engine's own.
     """
     te: Any = pytest.importorskip("transformer_engine.pytorch")
     recipe: Any = importlib.import_module("transformer_engine.common.recipe")

@@ -1,5 +1,6 @@
-"""The committed capture of scripts/write_captures.py: on 3 ranks a mark, and two
-buckets in each of two iterations.
+"""The committed capture of scripts/write_captures.py.
+
+On 3 ranks, the capture has a mark, and two buckets in each of two iterations.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ NUM_RANKS, ITERATIONS, SIZES = 3, 2, (1500, 700)
 BUCKETS = tuple(4 * size for size in SIZES)
 GROUP = b"the captured set".hex()
 OPERATIONS = len(SIZES) + 1
-"""Of an iteration: one for each bucket, and the norm."""
+"""Operations of an iteration: one for each bucket, and one for the norm."""
 _STORE_PORT = 29555
 _FILE_HEADER_BYTES, _RECORD = 24, struct.Struct("<IIII")
 
@@ -56,7 +57,7 @@ def wanted(iteration: int) -> MirroredSums:
 
 
 def reduced(iteration: int) -> list[bytes]:
-    """Return the sums that the ranks have reduced in an iteration."""
+    """Return the sums that the ranks have reduced in an iteration, by bucket."""
 
     def gradient(bucket: int, rank: int) -> np.ndarray:
         return (
@@ -74,7 +75,7 @@ def reduced(iteration: int) -> list[bytes]:
 
 
 def is_of_store(segment: TcpSegment) -> bool:
-    """Return whether a segment is of the store where ranks meet."""
+    """Return whether a segment belongs to the store where ranks meet."""
     return _STORE_PORT in (segment.stream.source_port, segment.stream.target_port)
 
 
@@ -84,8 +85,13 @@ def watch(
     loss: float = 0.0,
     seed: int = 0,
 ) -> Watcher:
-    """Return a watcher that has seen these segments but for a share that each capture
-    loses; no more come.
+    """Return a watcher that has seen these segments, and to which no more come.
+
+    Args:
+        segments: The segments. None: a frame without a segment.
+        captures: The number of watched ranks.
+        loss: The share of the segments that each capture loses.
+        seed: The seed of the loss.
     """
     watcher = Watcher(captures, loss=loss, seed=seed)
     for segment in segments:
@@ -102,7 +108,10 @@ def watch_frames(
 
 
 def whole_iterations(watcher: Watcher) -> list[int]:
-    """Return the iterations that are complete, whose bytes are the ranks' sums."""
+    """Return the complete iterations.
+
+    Asserts that the bytes of these iterations are the ranks' sums.
+    """
     whole = []
     for iteration in range(ITERATIONS):
         sums = watcher.sums(wanted(iteration))
@@ -113,8 +122,9 @@ def whole_iterations(watcher: Watcher) -> list[int]:
 
 
 def missing_bytes(watcher: Watcher, iteration: int) -> int:
-    """Return how many bytes of an iteration's sums no capture has; all others are those
-    of the ranks' sums.
+    """Return the number of bytes of an iteration's sums that no capture has.
+
+    Asserts that all other bytes are those of the ranks' sums.
     """
     missing = 0
     for number, (result, right) in enumerate(

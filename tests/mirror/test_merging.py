@@ -1,6 +1,4 @@
-"""Sums that are put together while frames come are those that would be put together at
-the end, and no others.
-"""
+"""Sums merged while frames come are the sums merged at the end, and no others."""
 
 from __future__ import annotations
 
@@ -26,11 +24,17 @@ from tests.mirror.captured import (
 def follow(
     seen: Sequence[bytes], captures: int, merge_at: float, seed: int = 0
 ) -> tuple[Watcher, list[bool]]:
-    """Return a watcher of these frames that is asked for each iteration, and which
-    iterations are complete.
+    """Return a watcher of these frames, and whether each iteration is complete.
 
-    Iteration 1 comes after iteration 0 was asked for, and is merged after a share of
-    its frames.
+    After every 16 frames the helper asks for iteration 0, and drops iteration 0 once
+    complete; only then does the watcher merge iteration 1. The list begins with
+    iteration 1.
+
+    Args:
+        seen: The frames.
+        captures: The number of watched ranks.
+        merge_at: The share of the frames after which the watcher merges.
+        seed: The seed that chooses these frames.
     """
     generator, watcher = random.Random(seed), Watcher(captures)
     for number, frame in enumerate(seen):

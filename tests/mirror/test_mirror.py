@@ -1,6 +1,4 @@
-"""From captured frames to gradients: results are the ranks' sums, or are not
-accepted.
-"""
+"""From captured frames to gradients: results are the ranks' sums, or are refused."""
 
 from __future__ import annotations
 
@@ -94,7 +92,7 @@ def test_frames_may_come_in_another_order_and_twice(seed: int, window: int) -> N
     first = 1 + max(
         number for number, segment in enumerate(again) if find_mark(segment.payload)
     )
-    # a stream is followed from its mark on
+    # the watcher follows a stream only from the mark on
     marked, others = again[:first], again[first:]
     shuffled = [
         segment
@@ -109,9 +107,7 @@ def test_frames_may_come_in_another_order_and_twice(seed: int, window: int) -> N
 
 @given(seed=st.integers(0, 2**32), cuts=st.integers(1, 5))
 def test_segments_may_be_cut_anywhere(seed: int, cuts: int) -> None:
-    """Preambles come in pieces then, too; only the mark's own message must come
-    whole.
-    """
+    """Preambles may come in pieces too; only the mark's own message must come whole."""
     generator = random.Random(seed)
     segments = [segment for frame in frames() if (segment := segment_of(frame))]
     pieces = [
@@ -157,12 +153,12 @@ def test_lost_frames_leave_a_gap_and_no_wrong_bytes(
     )
     whole_iterations(watcher)
     for iteration in EVERYTHING:
-        # compares the others with the ranks' own sums
+        # asserts that the bytes that are not missing are those of the ranks' sums
         missing_bytes(watcher, iteration)
 
 
 def _data_frames(rank: int) -> list[int]:
-    """Return which frames carry sums from a rank to the one before it."""
+    """Return the numbers of frames that carry sums from a rank to the rank before."""
 
     def has_sums(segment: TcpSegment | None) -> bool:
         if segment is None or len(segment.payload) <= 400:
@@ -184,8 +180,9 @@ def test_what_one_capture_has_lost_two_others_have() -> None:
 
 
 def test_a_capture_finds_its_place_again_after_a_loss() -> None:
-    """Of two captures each has a share that the other lacks: without the place, all
-    after a loss were missing.
+    """Each of two captures has a share of the sums that the other capture lacks.
+
+    Without the place, all bytes after a loss would be missing.
     """
     incomplete = 0
     for lost in _data_frames(0):
@@ -422,7 +419,7 @@ def test_garbage_within_a_stream_is_never_accepted(noise: bytes, at: int) -> Non
         segments[at] = replace(
             segment, payload=(noise + segment.payload)[: len(segment.payload)]
         )
-    whole_iterations(watch(segments))  # compares them with the ranks' sums
+    whole_iterations(watch(segments))  # asserts that results are the ranks' sums
 
 
 # --- the ring
@@ -456,7 +453,7 @@ def test_large_buffers_are_cut_into_segments_of_a_mebibyte() -> None:
 
 
 SENDS = Ring(num_bytes=120, size=2).sends(0)
-"""Four messages: 32 and 24 bytes of partial sums, then 32 and 32 of final ones."""
+"""Four messages: partial sums of 32 and 24 bytes, then final sums of 32 and 32."""
 
 
 def _message(
@@ -504,7 +501,7 @@ def test_the_place_after_a_loss_follows_from_the_lost_bytes() -> None:
 
 
 def test_a_loss_that_can_be_explained_in_two_ways_is_not() -> None:
-    """Messages of 96 bytes take as much as three announcements."""
+    """96 bytes and a preamble are as many bytes as three announcements."""
     sends = Ring(num_bytes=4 * 96, size=2).sends(0)
     placed = place_all(
         [_message(1, 96), _message(1, 96, 3 * PREAMBLE_BYTES)], sends, None
@@ -551,8 +548,10 @@ def test_only_all_reduces_are_kept() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_a_partial_mark_names_its_sender(size: int) -> None:
-    """A rank sends to the one before it: its first message has its own contribution,
-    the next also its successor's.
+    """A rank sends to the rank before it in the ring.
+
+    The first message has the sender's own contribution; each further message also has
+    the contribution of one more rank behind the sender.
     """
     group = bytes(range(16))
     units = [mark_of(group, size, rank)[: 32 + size] for rank in range(size)]
@@ -586,7 +585,10 @@ def test_garbage_is_no_mark(noise: bytes, cut: int) -> None:
 
 
 class Replay:
-    """A port whose frames a test gives."""
+    """A port that gives the frames of a test, batch by batch.
+
+    A batch that begins with an exception raises the exception.
+    """
 
     def __init__(self, *batches: Sequence[bytes]) -> None:
         self.batches = list(batches)
@@ -601,7 +603,7 @@ class Replay:
                 raise batch[0]
             return batch
         self.is_read.set()
-        threading.Event().wait(0.001)  # as a quiet port waits
+        threading.Event().wait(0.001)  # a read of a quiet port waits, too
         return []
 
     def close(self) -> None:
@@ -645,7 +647,7 @@ def test_several_threads_get_the_same_sums_also_those_still_to_come() -> None:
 
 
 def _capture_now(capture: MirrorCapture) -> MirrorCapture:
-    """Let a capture wait no longer for what does not come."""
+    """Let a capture wait no longer for missing bytes."""
     capture._wait_s = 0.0
     return capture
 
@@ -767,8 +769,9 @@ def test_a_process_without_the_privilege_is_told(
 
 
 def test_the_loopback_port_reads_each_frame_once() -> None:
-    """A second copy would fill in what a capture loses: both would have to be
-    dropped.
+    """A second copy of a frame would fill in a simulated loss of a capture.
+
+    Both copies would have to be dropped.
     """
     try:
         port = MirrorPort("lo")

@@ -1,6 +1,4 @@
-"""Equation (2) of FlowCheck, against the paper's numbers and against frames dropped
-from a capture.
-"""
+"""Equation (2) of FlowCheck, against the paper's numbers and a capture with losses."""
 
 from __future__ import annotations
 
@@ -36,8 +34,9 @@ def test_more_captures_lose_less() -> None:
 
 
 def _failed_share(captures: int, loss: float) -> float:
-    """Return how often the first iteration is incomplete where each capture loses
-    segments by itself.
+    """Return the share of rounds in which the first iteration is incomplete.
+
+    Each capture loses segments independently of other captures.
     """
     rounds, failed = 300, 0
     segments = [segment_of(frame) for frame in frames()]

@@ -1,6 +1,4 @@
-"""Settings and stages for tests of policies, and answers to what a policy asks to be
-measured.
-"""
+"""Settings, stages and measurements for tests of policies."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ def _as_it_is(policy: str) -> CkptConfig:
 
 
 def config(policy: str, **changes: Any) -> Any:
-    """conf/ckpt/<policy>.yaml with changes."""
+    """Return the settings of conf/ckpt/<policy>.yaml with changes."""
     return replace(_as_it_is(policy), **changes)
 
 
@@ -42,8 +40,13 @@ def profile(
     boundary_log_bytes: int = 0,
     step_log_bytes: int = 0,
 ) -> StageProfile:
-    """A stage of operators with these parameters [ranks][operators]: blocks, then a
-    layer's experts.
+    """Return a stage whose operators are blocks, then the experts of one layer.
+
+    Args:
+        parameters: Parameters of each operator on each rank, [ranks][operators].
+        num_experts: The number of operators that are experts.
+        boundary_log_bytes: Bytes that the boundary logs of an iteration take.
+        step_log_bytes: Bytes that the step log of an iteration takes.
     """
     full_bytes = 12 * np.array(parameters, np.int64)
     blocks = [

@@ -1,4 +1,4 @@
-"""What of a snapshot fits into bubbles."""
+"""The parts of a snapshot that fit into bubbles."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ def test_it_is_the_longest_beginning_that_fits(
 def test_parts_of_equal_size_are_split_as_printed(
     num_parts: int, size: int, bubble_s: int
 ) -> None:
-    """Algorithm 4, at a byte a second: W[: floor(n * t_bubble / t_ss)] if a snapshot
-    takes longer than the bubble.
+    """Algorithm 4, at one byte per second.
+
+    W[: floor(n * t_bubble / t_ss)] if a snapshot takes longer than the bubble.
     """
     snapshot_s = num_parts * size
     printed = (

@@ -1,4 +1,4 @@
-"""Capacity after a recovery: tables, and what no batch may bring about."""
+"""Capacity after a recovery: tables, and limits that hold for every batch."""
 
 from __future__ import annotations
 
@@ -47,8 +47,9 @@ def test_largest_deficits_come_first(
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[IntArray, IntArray, int, float]:
-    """Demand and deficit of up to 8 experts, their capacity, and a factor in
-    percent.
+    """Draw demand and deficit of up to 8 experts, a capacity, and a boost factor.
+
+    The factor is a multiple of one percent.
     """
     num_experts = draw(st.integers(1, 8))
     counts = st.lists(st.integers(0, 300), min_size=num_experts, max_size=num_experts)

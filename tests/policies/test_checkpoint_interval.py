@@ -1,5 +1,7 @@
-"""Iterations between whole checkpoints: the best by the formula, the fewest under a
-cap, those that copying takes.
+"""Iterations between whole checkpoints.
+
+The best number by the formula, the fewest under a cap, and the number that copying
+takes.
 """
 
 from __future__ import annotations

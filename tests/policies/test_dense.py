@@ -1,4 +1,4 @@
-"""When the dense policies save: properties."""
+"""Properties of the iterations after which the dense policies save."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Budgets: tables, and the division among layers against its definition in
-fractions.
-"""
+"""Budgets: tables, and the division among layers against exact fractions."""
 
 from __future__ import annotations
 
@@ -81,7 +79,7 @@ def test_full_layers_share_with_others(
 
 @st.composite
 def popularities(draw: st.DrawFn) -> IntArray:
-    """Tokens of up to 6 layers of up to 6 experts, some layers without any."""
+    """Draw tokens of up to 6 layers of up to 6 experts; some layers have no tokens."""
     num_layers, num_experts = draw(st.integers(1, 6)), draw(st.integers(1, 6))
     row = st.lists(
         st.one_of(st.just(0), st.integers(0, 10**6)),
@@ -113,9 +111,7 @@ def test_all_that_fit_are_shared_out_and_riskier_layers_get_no_fewer(
 def test_where_no_layer_is_full_it_is_the_formula_rounded_up_or_down(
     popularity: IntArray, num_total: int
 ) -> None:
-    """Algorithm 1: floor(R[i] / sum R * S_total), adjusted so that the sum is
-    S_total.
-    """
+    """Algorithm 1: floor(R[i] / sum R * S_total), adjusted to a sum of S_total."""
     risk = popularity.sum(axis=1).tolist()
     if not sum(risk):
         return

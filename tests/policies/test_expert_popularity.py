@@ -1,6 +1,4 @@
-"""Popularity of experts: tables, and properties of what is summed over ranks and
-compared between windows.
-"""
+"""Popularity of experts: counts, sums over ranks, and comparison of windows."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Partial snapshots: the figures of the paper, properties of all small models, and
-counting by brute force.
-"""
+"""Partial snapshots: figures of the paper, properties of small models, brute force."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ def test_sequential_selection_is_that_of_the_figure(
 
 @st.composite
 def models(draw: st.DrawFn) -> tuple[int, int, int, int]:
-    """Layers, experts, EP ranks and k of a small model."""
+    """Draw the numbers of layers, experts and EP ranks, and k, of a small model."""
     ep, num_local = draw(st.integers(1, 5)), draw(st.integers(1, 4))
     return (
         draw(st.integers(1, 5)),
@@ -161,7 +159,7 @@ def test_disks_get_what_they_lack(
 def persisted(
     model: tuple[int, int, int, int], k_persist: int, *, turns: int
 ) -> list[Selection]:
-    """Return what goes to storage in each turn of sequential snapshots."""
+    """Return the experts that go to storage in each turn of sequential snapshots."""
     num_layers, num_experts, ep, k = model
     waiting = np.zeros((num_layers, num_experts), np.int64)
     history = []
@@ -192,7 +190,7 @@ def most_rounds(num_experts: int, k: int, k_persist: int) -> int:
 
 
 def test_every_expert_gets_to_storage_in_time() -> None:
-    """All models of up to 8 experts."""
+    """The models have up to 8 experts, on one EP rank or on one EP rank per expert."""
     for num_experts in range(1, 9):
         for k, ep in product(range(1, num_experts + 1), {1, num_experts}):
             for k_persist in range(1, k + 1):
@@ -221,7 +219,12 @@ def literal_sequential(other: IntArray, expert: IntArray, ep: int, k: int) -> in
 
 @st.composite
 def byte_tables(draw: st.DrawFn) -> tuple[IntArray, IntArray, int]:
-    """What up to 3 ranks copy of small models: other bytes, expert bytes, EP ranks."""
+    """Draw the bytes that up to 3 ranks copy of a small model.
+
+    Returns:
+        The other bytes [ranks], the expert bytes [ranks, layers, experts], and the
+        number of EP ranks.
+    """
     num_layers, num_experts, ep, _ = draw(models())
     num_ranks = draw(st.integers(1, 3))
     size = num_ranks * num_layers * num_experts

@@ -1,6 +1,4 @@
-"""ckpt=flowcheck: everything in every iteration, and the memory that servers need for
-it.
-"""
+"""`ckpt=flowcheck`: plans of everything, and the memory that servers need."""
 
 from __future__ import annotations
 

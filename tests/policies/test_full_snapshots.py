@@ -1,6 +1,4 @@
-"""Whole snapshots in host memory: the first, the interval between them, when it
-changes, and what memory allows.
-"""
+"""Whole snapshots in host memory: the first one, interval, changes and memory."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from tests.policies.profiles import (
 
 
 def gemini(every_iters: int | str = "auto", **changes: Any) -> WholeSnapshots:
-    """A policy for three operators of 12 bytes each."""
+    """Return a policy for three operators of 12 bytes each."""
     return WholeSnapshots(
         config("gemini", every_iters=every_iters, **changes), [equal(3)], 0
     )
@@ -43,7 +41,7 @@ def measuring(
     since_quiet: int = 0,
     **others: Any,
 ) -> Callable[[], Measured]:
-    """Iterations of two seconds."""
+    """Return a function that gives the measurements; iterations take two seconds."""
     measured = Measured(
         iteration_s=2.0,
         copy_bytes_per_s=copy_bytes_per_s,
@@ -62,7 +60,10 @@ def everything_at(iteration: int) -> SlotPlan:
 def taken(
     policy: WholeSnapshots, iterations: range, measure: Callable[[], Measured]
 ) -> list[int]:
-    """Return the iterations that a snapshot is taken of; each is of everything."""
+    """Return the iterations whose state a snapshot takes.
+
+    Asserts that each snapshot takes everything.
+    """
     plans = {
         iteration: policy.plan(iteration, measure).sparse for iteration in iterations
     }
@@ -74,8 +75,9 @@ def taken(
 def chosen(
     policy: WholeSnapshots, iteration: int, cost_s: float | None, **others: Any
 ) -> tuple[int, int]:
-    """Return the interval that is chosen with a snapshot of everything, and the best
-    one.
+    """Return the interval that a plan chooses, and the best interval.
+
+    Asserts that the plan also takes a snapshot of everything.
     """
     plan = policy.plan(iteration, measuring(cost_s=cost_s, **others))
     assert plan.sparse == everything_at(iteration)
@@ -107,7 +109,7 @@ def test_until_its_cost_is_known_there_is_a_snapshot_every_few_iterations() -> N
 
 
 def test_until_its_cost_is_known_a_snapshot_costs_the_wait_for_its_copy() -> None:
-    """The update waits for 2.5 s of a copy of 4.5 s; later 3 s are measured."""
+    """The update waits for 2.5 s of a copy of 4.5 s; the first measured cost is 3 s."""
     policy = gemini(mtbf_s=81.0, profile_iters=5)
     predicted = {"host_bytes_per_s": 8.0, "overlap_s": 2.0}
     assert policy.plan(0, nothing_yet).interval is None
@@ -163,7 +165,7 @@ def test_what_was_measured_before_a_fault_still_counts() -> None:
 def test_a_snapshot_comes_when_the_slowest_stage_has_copied_the_last(
     stages: list[StageProfile],
 ) -> None:
-    rate = 3 * len(stages) * 12 / 7.0  # seven seconds for everything
+    rate = 3 * len(stages) * 12 / 7.0  # a copy of everything takes 7 s
     policy = WholeSnapshots(config("gemini"), stages, 0)
     assert taken(policy, range(12), measuring(copy_bytes_per_s=rate)) == [0, 4, 8]
 

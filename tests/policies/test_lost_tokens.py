@@ -1,5 +1,6 @@
-"""Lost tokens: counts by hand. Counts of whole jobs:
-tests/engine/test_partial_recovery.py.
+"""Lost tokens, counted by hand.
+
+tests/engine/test_partial_recovery.py counts the lost tokens of whole jobs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How much host memory is forecast."""
+"""The forecast of host memory, and the check that shared memory has room."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Windows of sparse snapshots: base, slots, when length and order change, and what
-memory allows.
-"""
+"""Windows of sparse snapshots: base, slots, changes of length and order, memory."""
 
 from __future__ import annotations
 
@@ -35,20 +33,20 @@ def moevement(**changes: Any) -> MoevementConfig:
 
 
 def begun(*stages: StageProfile, own_stage: int = 0, **changes: Any) -> SparseWindows:
-    """Return a policy that has taken its base at iteration 0 and measured nothing
-    yet.
-    """
+    """Return a policy that has taken a base at iteration 0 and measured nothing yet."""
     policy = SparseWindows(moevement(**changes), stages, own_stage)
     policy.plan(0, nothing_yet)
     return policy
 
 
 class Measurements:
-    """Answers one measurement after another (the last for ever) and counts how often it
-    was asked.
+    """Gives one measurement after another, the last one forever, and counts requests.
 
-    `costs_s`: seconds that an empty and a dense snapshot add; `facts` are other
-    measurements.
+    Args:
+        *budgets_bytes: Bytes that can be copied in an iteration of 2 s, by request.
+        popularity: Popularity of experts, by request.
+        costs_s: Seconds that an empty and a dense snapshot add. None: not measured.
+        **facts: Other measurements.
     """
 
     def __init__(
@@ -93,8 +91,10 @@ def slots_of(plans: Sequence[SnapshotPlan]) -> list[SlotPlan]:
 def next_window(
     policy: SparseWindows, iteration: int, measure: Measurements
 ) -> tuple[WindowChoice, list[SlotPlan]]:
-    """Return the window that begins at an iteration; nothing is measured once it has
-    begun, or taken in its pause.
+    """Return the choice and the slots of the window that begins at an iteration.
+
+    Asserts that the policy measures nothing once the window has begun, and takes
+    nothing in the pause after the window.
     """
     first = policy.plan(iteration, measure)
     assert first.window is not None
@@ -111,8 +111,9 @@ def next_window(
 def first_windows(
     policy: SparseWindows, count: int, measure: Callable[[], Measurements]
 ) -> list[tuple[int, int, float | None]]:
-    """Return slots, pause and share of snapshots of the first windows after a base and
-    profiled iterations.
+    """Return slots, pause and snapshot share of each of the first windows.
+
+    The first window begins after a base and the profiled iterations.
     """
     begin, found = 6, []
     for _ in range(count):
@@ -125,7 +126,11 @@ def first_windows(
 def assert_is_window(
     slots: Sequence[SlotPlan], start: int, num_slots: int, num_operators: int
 ) -> None:
-    """Every operator is taken whole once; until then its compute weights are."""
+    """Assert that slots are those of a window.
+
+    A window takes every operator whole once, and takes the operator's compute weights
+    in all earlier slots.
+    """
     places = [(slot.window_start, slot.slot, slot.num_slots) for slot in slots]
     assert places == [(start, number, num_slots) for number in range(num_slots)]
     assert sorted(operator for slot in slots for operator in slot.full) == list(
@@ -143,8 +148,9 @@ def slot_of_each(slots: Sequence[SlotPlan]) -> dict[int, int]:
 
 @st.composite
 def stages(draw: st.DrawFn) -> list[StageProfile]:
-    """One to four stages of one to three ranks; every operator belongs to some rank, or
-    to two.
+    """Draw one to four stages of one to three ranks.
+
+    An operator may have bytes on any number of these ranks.
     """
     found = []
     for _ in range(draw(st.integers(1, 4))):
@@ -201,7 +207,7 @@ def test_auto_takes_nothing_while_iterations_are_profiled(profile_iters: int) ->
 
 def test_auto_does_not_profile_again_after_a_fault() -> None:
     policy = SparseWindows(moevement(), [equal(6)], 0)
-    # all 72 bytes in an iteration of 2 s
+    # peers receive all 72 bytes in an iteration of 2 s
     meter = Measurements(41, peer_bytes_per_s=36.0)
     base = policy.plan(40, meter).sparse
     assert base
@@ -224,7 +230,7 @@ def test_auto_does_not_profile_again_after_a_fault() -> None:
 def test_after_a_fault_peers_get_the_base_before_a_window_begins(
     settings: dict[str, Any], peer_bytes_per_s: float, pause_iters: int
 ) -> None:
-    """Else the next update would wait until peers have it."""
+    """Without this pause the next update would wait until peers have the base."""
     policy = SparseWindows(
         moevement(**settings), [equal(6, boundary_log_bytes=2, step_log_bytes=1)], 0
     )
@@ -252,9 +258,7 @@ def test_after_a_fault_peers_get_the_base_before_a_window_begins(
 def test_after_a_fault_windows_go_on_from_the_one_that_is_kept(
     kept_since: int, begin: int, num_slots: int
 ) -> None:
-    """A period is 5 iterations: the choice is a trial of three slots with a pause of
-    two.
-    """
+    """A period has 5 iterations: a trial of three slots, and a pause of two."""
     policy, measure = (
         SparseWindows(moevement(), [equal(6)], 0),
         Measurements(41, kept_since=kept_since),
@@ -276,8 +280,9 @@ def test_after_a_fault_windows_go_on_from_the_one_that_is_kept(
 
 
 def test_peers_get_a_shorter_window_before_the_next_begins() -> None:
-    """Two slots have 80 bytes, which take five iterations at 9 bytes a second; a whole
-    snapshot's 72 take four.
+    """At 9 bytes/s, the 80 bytes of two slots reach peers in five iterations.
+
+    The 72 bytes of a whole snapshot reach peers in four iterations.
     """
     pauses = []
     for kept_since in (32, 31):
@@ -366,16 +371,18 @@ def test_an_iteration_that_was_planned_already_changes_nothing() -> None:
 
 
 def test_windows_are_tried_until_it_is_known_what_they_cost() -> None:
-    """The fewest slots that fit, then four times as many: bytes and the number of
-    snapshots cost each its own.
+    """Trials have the fewest slots that fit, then four times as many slots.
+
+    The two lengths separate the cost of a byte from the cost of a snapshot.
     """
     found = first_windows(begun(equal(6)), 3, lambda: Measurements(80))
     assert found == [(1, 2, None), (4, 2, None), (1, 2, None)]
 
 
 def test_no_longer_window_is_tried_where_faults_are_frequent() -> None:
-    """A fault makes a stage replay 6 iterations of 2 s of a window of four slots: 3 %
-    of 400 s, and 4 % of 300 s.
+    """With windows of four slots, a fault makes a stage replay 6 iterations of 2 s.
+
+    The replay takes 3 % of 400 s, and 4 % of 300 s.
     """
     for mtbf_s, num_slots in ((400.0, 4), (300.0, 1)):
         policy, measure = begun(equal(6), mtbf_s=mtbf_s), Measurements(80)
@@ -500,8 +507,9 @@ def test_a_pause_loses_the_least_time(
     pause_iters: int,
     snapshot_share: float,
 ) -> None:
-    """A snapshot of 0.9 s, iterations of 2 s, and a fault an hour if no others are
-    given.
+    """A snapshot adds 0.9 s, an iteration takes 2 s, and a fault comes every hour.
+
+    Some cases give other values.
     """
     choice = cheapest(begun(equal(6), **settings), 6, **{"costs_s": (0.9, 0.9)} | facts)
     assert (choice.num_slots, choice.pause_iters) == (1, pause_iters)
@@ -516,8 +524,9 @@ def test_a_pause_loses_the_least_time(
 
 
 def test_copies_that_take_longer_than_an_iteration_make_slots() -> None:
-    """The whole state of 72 bytes takes 2 s to copy twice: only three slots of 32, 28
-    and 24 bytes fit.
+    """In an iteration of 2 s, 33 of the 72 bytes of the whole state can be copied.
+
+    Three slots of 32, 28 and 24 bytes fit; fewer slots do not fit.
     """
     measure = Measurements(
         33.0, costs_s=(0.0, 0.0), host_bytes_per_s=16.5, peer_bytes_per_s=1e9
@@ -527,8 +536,9 @@ def test_copies_that_take_longer_than_an_iteration_make_slots() -> None:
 
 
 def test_slots_fit_into_the_time_before_the_update() -> None:
-    """Of iterations of 2 s the update takes half a second: three slots of 32 bytes need
-    1.6 s at 20 bytes/s.
+    """The update takes none, or half a second, of an iteration of 2 s.
+
+    At 20 bytes/s, the first of three slots, with 32 bytes, needs 1.6 s.
     """
     rates: dict[str, Any] = {"host_bytes_per_s": 20.0, "peer_bytes_per_s": 20.0}
     early, late = (
@@ -552,8 +562,9 @@ def test_the_window_changes_when_another_loses_clearly_less(
 
 
 def test_a_pause_is_no_longer_than_memory_for_logs() -> None:
-    """Logs of 3 bytes an iteration may take what the state of 72 does: two windows of
-    11 iterations and one more.
+    """Logs of 3 bytes per iteration may take as many bytes as the state, 72.
+
+    Logs of two windows of 11 iterations, and of one more iteration, fit.
     """
     stage = equal(6, boundary_log_bytes=2, step_log_bytes=1)
     assert cheapest(begun(stage), 6, costs_s=(0.9, 0.9)).pause_iters == 10
@@ -649,8 +660,9 @@ def test_an_order_is_kept_over_a_change_of_the_window() -> None:
 
 
 def test_the_forecast_is_that_of_the_rank_with_the_most() -> None:
-    """A parameter takes 12 bytes and 2 a slot but one; two windows are kept beside that
-    in flight.
+    """A parameter takes 12 bytes in one slot, and 2 bytes in each slot before.
+
+    Ranks keep two windows beside the window in flight.
     """
     logs = profile([[100] * 12, [90] * 12], boundary_log_bytes=7000, step_log_bytes=7)
     config, stages = (
@@ -721,8 +733,9 @@ def test_auto_stays_in_budget_and_uses_it(
 def test_an_order_that_exceeds_the_forecast_is_not_taken(
     has_budget: bool, in_slots: dict[int, int]
 ) -> None:
-    """The largest expert is the most popular: frozen longest, its compute weights would
-    be taken once more.
+    """The largest expert is the most popular, and would stay frozen longest.
+
+    The window would then contain the compute weights of that expert once more.
     """
     stages = [profile([[3, 1, 1]], num_experts=3)]
     budget = SparseWindows(moevement(window=2), stages, 0).forecast(2).total_bytes
@@ -740,7 +753,10 @@ MIB = 1 << 20
 
 
 def test_a_budget_that_no_window_fits_in_is_refused_with_the_numbers() -> None:
-    """6 operators of 1 Mi parameters: 2 windows of 72 MiB, 3 iterations of logs."""
+    """The stage has 6 operators of 1 Mi parameters.
+
+    Ranks need memory for 2 windows of 72 MiB and for logs of 3 iterations.
+    """
     stage = profile([[MIB] * 6], boundary_log_bytes=2 * MIB, step_log_bytes=MIB // 2)
     fits = int(151.5 * MIB)
     with pytest.raises(ConfigError) as caught:
@@ -751,7 +767,7 @@ def test_a_budget_that_no_window_fits_in_is_refused_with_the_numbers() -> None:
         == f"ckpt.memory_budget_bytes: got {fits - 1}, wanted with a window of 1 at"
         f" least {fits}:"
     )
-    # windows, two logs, copies; total, smallest
+    # windows, boundary logs, step logs, copies, total, two dense checkpoints
     sizes = ("144.0", "6.0", "1.5", "0.0", "151.5", "144.0")
     assert [line.split()[-2:] for line in lines] == [[size, "MiB"] for size in sizes]
 
@@ -781,8 +797,8 @@ def test_a_fixed_window_that_does_not_fit_is_refused() -> None:
 
 
 def test_paper_exact_cuts_by_count_and_takes_all_operators_for_equal() -> None:
-    # 144 bytes whole, 24 of weights: 24 and 4 an operator on the average
+    # whole state 144 bytes, compute weights 24 bytes: on average 24 and 4 per operator
     stage = profile([[1, 1, 1, 1, 1, 7]])
-    # 2 * 24 + 4 * 4
+    # the budget is 2 * 24 + 4 * 4
     _, slots = next_window(begun(stage, paper_exact=True), 6, Measurements(64))
     assert [(len(slot.full), slot.num_slots) for slot in slots] == [(2, 3)] * 3

@@ -1,6 +1,4 @@
-"""Which experts a partial snapshot takes, where they go, and what is refused: moc and
-moetion.
-"""
+"""Partial snapshots of moc and moetion: experts, destinations, refused settings."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ from tests.policies.profiles import config
 
 
 def moc(k_snapshot: int | str = 2, ep: int = 2, **changes: Any) -> PartialExperts:
-    """A policy that takes two experts of four to memory, one of them to disk."""
+    """Return a policy that takes two of four experts to memory, and one to disk."""
     return PartialExperts(
         config("moc", k_snapshot=k_snapshot, **changes), [stage()], 0, ep
     )
@@ -37,7 +35,7 @@ def moc(k_snapshot: int | str = 2, ep: int = 2, **changes: Any) -> PartialExpert
 def moetion(
     experts: int | str = 2, remote_experts: int | str = 1, **changes: Any
 ) -> PopularExperts:
-    """A policy that takes two experts of four to memory, one of them to a peer."""
+    """Return a policy that takes two of four experts to memory, and one to a peer."""
     settings = config(
         "moetion", experts=experts, remote_experts=remote_experts, **changes
     )
@@ -45,8 +43,10 @@ def moetion(
 
 
 def stage(num_layers: int = 2) -> StageProfile:
-    """Two ranks: a layer is a block of 120 bytes that they share, and two experts of
-    240 bytes on each of them.
+    """Return a stage of two ranks.
+
+    In each layer, the ranks share a block of 120 bytes, and each rank has two experts
+    of 240 bytes.
     """
     operators: list[OperatorId] = []
     sizes: list[tuple[int, int]] = []
@@ -244,7 +244,7 @@ def test_peers_are_sent_whole_experts(changes: dict[str, Any]) -> None:
 def test_budgets_follow_what_links_carry() -> None:
     policy = begun(moetion(experts="auto", remote_experts="auto"))
     tokens = tuple(map(float, range(8)))
-    # 1200 and 600 on both ranks, 240 for the core
+    # budgets of both ranks together: 1200 and 600 bytes, 240 of each for the core
     rates = {"host_bytes_per_s": 600.0, "peer_bytes_per_s": 300.0}
     choice = chosen(policy, 1, measuring(tokens, **rates))
     assert sum(map(len, choice.memory)) == 4
@@ -252,8 +252,9 @@ def test_budgets_follow_what_links_carry() -> None:
 
 
 def test_no_link_carries_more_than_its_budget() -> None:
-    """360 bytes are the core's 120 and an expert of each rank; the popular ones of both
-    layers are on the first.
+    """A link carries 360 bytes: 120 of the core, and one expert of the rank.
+
+    The popular experts of both layers are on the first rank.
     """
     policy = begun(moetion("auto"))
     popular = (9.0, 8.0, 1.0, 2.0, 9.0, 8.0, 1.0, 2.0)
@@ -277,8 +278,9 @@ def test_a_budget_without_room_for_an_expert_is_refused_with_the_numbers() -> No
 
 @pytest.mark.parametrize("partial", ["both", "weights", "moments"])
 def test_bytes_are_those_of_the_papers_equations(partial: str) -> None:
-    """MoC, equation (6), and MoEtion, equation (5): all of what is no expert, K / N of
-    the experts.
+    """MoC, equation (6), and MoEtion, equation (5).
+
+    A snapshot has all state except experts, and K / N of the experts.
     """
     whole = MoeStage(stage().table, partial)
     thirds = {"both": 3, "weights": 1, "moments": 2}[partial]

@@ -1,6 +1,4 @@
-"""Expected shares of lost time: terms by hand, and the choice against a search through
-all windows.
-"""
+"""Expected shares of lost time: terms by hand, and the choice against a full search."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Order, slots and length of a window: tables, the papers' numbers, and properties
-against brute force.
-"""
+"""Order, slots and length of a window: tables, numbers of the papers, brute force."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ BLOCK = operator(OperatorKind.BLOCK, 0)
 def make_table(
     full: Sequence[Sequence[int]], compute: Sequence[Sequence[int]] | None = None
 ) -> OperatorTable:
-    """A table of blocks; compute weights are a sixth unless they are given."""
+    """Return a table of blocks; compute weights are a sixth unless given."""
     full_bytes = np.array(full, np.int64).reshape(len(full), -1)
     compute_bytes = (
         full_bytes // 6
@@ -76,8 +74,9 @@ def cut_slots(order: IntArray, table: OperatorTable, num_slots: int) -> WindowSc
 def tables_and_orders(
     draw: st.DrawFn, most: int = 12
 ) -> tuple[OperatorTable, IntArray]:
-    """Small tables of one to three ranks, zeros among the sizes, and any order of their
-    operators.
+    """Draw a small table of one to three ranks, and any order of the operators.
+
+    Some sizes are zero.
     """
     num_ranks, num_operators = draw(st.integers(1, 3)), draw(st.integers(1, most))
     sizes = st.lists(
@@ -164,7 +163,7 @@ def test_a_slot_is_where_an_operators_middle_lies(
 
 
 def test_ranks_that_share_operators_evenly_have_slots_of_the_same_bytes() -> None:
-    """Four experts on each of two ranks, and half of each of four other operators."""
+    """Each of two ranks has four experts, and half of each of four other operators."""
     table = make_table([[30] * 4 + [0] * 4 + [15] * 4, [0] * 4 + [30] * 4 + [15] * 4])
     schedule = cut_slots(np.arange(12), table, 6)
     assert schedule.slot_of.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 4, 5, 5]
@@ -295,6 +294,6 @@ def test_a_million_operators() -> None:
     assert np.array_equal(np.sort(order), np.arange(num_operators))
     of_stage = StageBytes(table)
     schedule = of_stage.middles(order).cut(13)
-    # 2 bytes of all parameters, and 10 more of less than a twelfth
+    # 2 bytes of each parameter, and 10 more of less than a twelfth of the parameters
     assert of_stage.slot_bytes(schedule).max() <= int(sizes.sum()) * (2 + 10 / 12)
     assert np.all(np.diff(schedule.slot_of[order]) >= 0)

@@ -1,5 +1,6 @@
-"""Windows of many stages: computed once for each kind of stage, and the same as of each
-stage alone.
+"""Windows of many stages are computed once for each kind of stage.
+
+The result is the same as for each stage alone.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ KINDS = (
 
 
 def like(stage: StageProfile) -> StageProfile:
-    """Return a stage of the same bytes in arrays of its own."""
+    """Return a stage with the same bytes in new arrays."""
     table = stage.table
     return StageProfile(
         table=type(table)(
@@ -70,8 +71,9 @@ def test_stages_of_a_kind_are_computed_once(
 
 @st.composite
 def stages_of_any_size(draw: st.DrawFn) -> list[StageProfile]:
-    """One to three stages of one to three ranks, with operators up to a terabyte and
-    many without bytes.
+    """Draw one to three stages of one to three ranks.
+
+    Operators have up to 2^37 parameters, more than a terabyte; many have no bytes.
     """
     found = []
     for _ in range(draw(st.integers(1, 3))):
@@ -91,7 +93,7 @@ def stages_of_any_size(draw: st.DrawFn) -> list[StageProfile]:
 def test_a_window_of_more_slots_needs_no_less_memory(
     stages: list[StageProfile], paper_exact: bool, num_copies: int
 ) -> None:
-    """So the most slots within a budget are found by bisection."""
+    """The bisection for the most slots within a budget needs this property."""
     sizes = WindowSizes(
         config("moevement", paper_exact=paper_exact), stages, num_copies
     )

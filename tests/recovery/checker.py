@@ -1,7 +1,7 @@
-"""An explicit-state checker: visits every state of the protocol's model, breadth first,
-and checks its invariants.
+"""An explicit-state checker of the invariants of the protocol's model.
 
-A violation comes with the shortest way to it.
+The checker visits every state of the model, breadth first. A violation therefore comes
+with the shortest way to the violation.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _Counted = tuple[Place, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Violation:
-    """An invariant that does not hold, and the moves that lead there."""
+    """An invariant that does not hold, and the moves that lead to the violation."""
 
     invariant: str
     moves: tuple[str, ...]
@@ -45,11 +45,16 @@ class Violation:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The number of states and moves that were visited, and the first violation."""
+    """The result of a check."""
 
     states: int
+    """States that were visited."""
+
     moves: int
+    """Moves that were tried."""
+
     violation: Violation | None
+    """First violation. None: all invariants hold."""
 
 
 def check(protocol: Protocol) -> Report:
@@ -103,7 +108,7 @@ def _broken(before: World, name: str, after: World) -> Iterator[str]:
     if is_needed and has_source(before.own, before.held):
         if not has_source(after.own, after.held):
             yield KEEPS_LAST_COPY
-        # with the last replay, one window is kept
+        # the last replay is a choice, too: each rank then keeps one window
         is_choice = any(
             each in name for each in (" keeps window ", " drops window ", " replays ")
         )
@@ -135,9 +140,7 @@ def _one_trains(world: World) -> bool:
 
 
 def _has_a_double(world: World, rank: int, stale: Worker) -> bool:
-    """Return whether a worker that was cut off trains in one generation with its
-    replacement.
-    """
+    """Return whether a cut-off worker trains in one generation with its replacement."""
     other = world.workers[rank]
     return (
         stale.at == At.FORMED
@@ -166,9 +169,7 @@ def _gets_to(worker: Worker, iteration: int) -> bool:
 
 
 def _survives_a_node(world: World) -> bool:
-    """Return whether the memories lead to a common state after the loss of any one
-    node.
-    """
+    """Return whether memories lead to a common state after the loss of any node."""
     return all(
         has_source(_without(world.own, rank), _without(world.held, OWNER[rank]))
         for rank in RANKS
@@ -191,7 +192,7 @@ def _stays_finished(world: World) -> bool:
 
 
 def is_over(world: World) -> bool:
-    """Return whether the job has ended: with an error, or finished."""
+    """Return whether the job has failed or finished."""
     return world.has_failed or any(
         each.outcome == "finished" for each in world.generations
     )

@@ -1,13 +1,14 @@
-"""The protocol of generations, steps and windows as an executable model, for a checker
-that visits every interleaving.
+"""The protocol of generations, steps and windows, as an executable model.
 
-Three ranks, one a stage; the copies of rank r are in the memory of rank r + 1. A window
-has one slot. Each write to the store is an action of its own, and so is each message: a
-copy, a record and a drop travel from a rank's daemon to its peer, in the order in which
-they were sent. Plans come from the real code: `plan_target` and `plan_recovery`. A
-fault kills a worker (its node's memory and daemon stay), loses a node (memory, daemon
-and worker), or cuts a node off (memory is lost to the job, and the old worker lives on
-beside its replacement, as long as it is not fenced).
+A checker visits every interleaving of the model. There are three ranks, one per stage.
+The copies of rank r are in the memory of rank r + 1. A window has one slot. Each write
+to the store is an action of its own, and so is each message: copies, records and drops
+travel from a rank's daemon to the rank's peer, in the order of sending. Plans come from
+the real code: `plan_target` and `plan_recovery`.
+
+A fault kills a worker (memory and daemon of the node stay), loses a node (memory,
+daemon and worker), or cuts a node off (the job loses the memory, and the old worker
+lives on beside its replacement until the old worker is fenced).
 
     worker       READ > ARRIVE (> DECIDE) > WAIT > FORMED > LISTED (> CARRY > REPLAY) >
                  CARRIED > COMPUTE (> KEEP)
@@ -15,13 +16,13 @@ beside its replacement, as long as it is not fenced).
     end(g)       outcome, generation, decision and end: three writes of a supervisor, or
                  of a worker that misses a rank
 
-`tests/recovery/traces.py` has the same sentences for what real processes do, and
-requires each trace to be a path of this model. Names of moves that begin with `(` are
-of moves that no trace shows.
+`tests/recovery/traces.py` has the same sentences for the acts of real processes, and
+requires each trace to be a path of this model. A name that begins with `(` belongs to a
+move that no trace shows.
 
-Simplified: the job begins with all ranks in generation 1, with their first windows; the
-loss of a node restarts its rank only, without new numbers; a fetch with its replay is
-one action; a worker that was cut off writes to no peer.
+Simplifications: the job begins with all ranks in generation 1, with first windows. The
+loss of a node restarts only the rank of that node, without new numbers. A fetch and the
+replay after the fetch are one action. A worker that was cut off writes to no peer.
 """
 
 from __future__ import annotations
@@ -39,81 +40,158 @@ from moe_ckpt.recovery.target import Standing, plan_target
 
 RANKS = range(3)
 HOLDER = (1, 2, 0)
-OWNER = (2, 0, 1)  # whose copies a rank holds
+OWNER = (2, 0, 1)  # the owner of the copies that each rank holds
 
 
 class At(IntEnum):
     """The next action of a worker."""
 
-    READ = 0  # the newest generation
+    READ = 0
+    """Read the number of the newest generation."""
+
     ARRIVE = 1
-    DECIDE = 2  # that the generation begins: the last that arrives
-    WAIT = 3  # for the decision
+    """Arrive in the generation."""
+
+    DECIDE = 2
+    """Decide that the generation begins. Only the worker that arrives last does so."""
+
+    WAIT = 3
+    """Wait for the decision."""
+
     FORMED = 4
-    LISTED = 5  # it has listed the copies that its memory holds
-    CARRY = 6  # it is to roll back
+    """List the copies that the worker's memory holds."""
+
+    LISTED = 5
+    """Agree on a plan with all ranks. The worker has listed the copies."""
+
+    CARRY = 6
+    """Give up the state, because the worker is to roll back."""
+
     REPLAY = 7
+    """Fetch a window, where the worker lacks the window, and replay."""
+
     CARRIED = 8
+    """Go on with training, once all ranks are at the target."""
+
     COMPUTE = 9
-    # its newest window, once all peers have those of their ranks, and drop older ones
+    """Compute the gradients of the next iteration, with all ranks."""
+
     KEEP = 10
-    RECORD = 11  # its peer is to have the iteration's record
+    """Keep only the newest window, and drop older windows.
+
+    The peers of all ranks have the newest windows by then.
+    """
+
+    RECORD = 11
+    """Vote for the iteration, once the peer has the record of the iteration."""
+
     VOTED = 12
+    """Step, once all ranks have voted."""
+
     DONE = 13
+    """Report that the last iteration is done."""
+
     FINISH = 14
+    """Finish the job. Only the worker that is done last does so."""
+
     LAST = 15
+    """Wait until the job is finished."""
+
     OVER = 16
+    """No action: the worker has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """The rules of the protocol, each of which the checker can leave out to show that
-    it is needed.
+    """The rules of the protocol.
+
+    The checker can leave out each rule, to show that the rule is needed.
     """
 
-    waits_for_all: bool = True  # a generation begins once all ranks have arrived
-    fences: bool = True  # a worker that was replaced does not join
-    fences_first: bool = True  # a replacement is announced before the generation ends
-    votes: bool = True  # a rank steps once all have complete gradients
-    # an older window is dropped once all ranks have the newer one, and its copies
+    waits_for_all: bool = True
+    """A generation begins once all ranks have arrived."""
+
+    fences: bool = True
+    """A worker that was replaced does not join."""
+
+    fences_first: bool = True
+    """A replacement is announced before the generation ends."""
+
+    votes: bool = True
+    """A rank steps once all ranks have complete gradients."""
+
     confirms: bool = True
-    keeps_safest: bool = True  # after a recovery, the window with the most copies stays
-    finishes_once: bool = True  # a finished generation is not ended
-    # a supervisor replaces no worker of a job that has finished meanwhile
+    """An older window is dropped once all ranks have the newer window, and its copies.
+    """
+
+    keeps_safest: bool = True
+    """After a recovery, the window with the most copies stays."""
+
+    finishes_once: bool = True
+    """A finished generation is not ended."""
+
     heeds_finish: bool = True
+    """A supervisor replaces no worker of a job that has finished meanwhile."""
 
 
 class Worker(NamedTuple):
-    """A process that trains. `reached` is -1 without state; the boundary log has
-    iterations from `log_from` on.
-    """
+    """A process that trains."""
 
     incarnation: int
+    """Number of the worker among the workers of the rank, from 0."""
+
     at: int = At.READ
+    """Next action."""
+
     generation: int = 0
+    """Generation that the worker has read. 0: none."""
+
     reached: int = -1
+    """Iteration of the state. -1: the worker has no state."""
+
     is_prepared: bool = False
+    """Whether the worker is prepared for the step to the next iteration."""
+
     log_from: int = 1
+    """First iteration of the boundary log."""
+
     log_to: int = 0
-    takes: bool = False  # the snapshot of this state is not complete yet
-    awaits: bool = False  # the newest window is not kept by all ranks yet
-    # since it goes on in its generation, and until it lists copies in the next one
+    """Last iteration of the boundary log."""
+
+    takes: bool = False
+    """Whether the snapshot of this state is not complete yet."""
+
+    awaits: bool = False
+    """Whether some ranks do not keep the newest window yet."""
+
     copies: bool = False
-    acked: int = -1  # its newest window that its peer has, as far as it knows
+    """Whether the worker sends windows and records to the rank's peer.
+
+    True from the moment at which the worker goes on in a generation, until the worker
+    lists copies in the next generation.
+    """
+
+    acked: int = -1
+    """Newest own window that the peer has, by the answers of the peer. -1: none."""
+
     acked_record: int = 0
-    # windows that its peer is to drop once it has all others
+    """Newest iteration whose record the peer has, by the answers of the peer."""
+
     stale: frozenset[int] = frozenset()
-    # the number of the three writes that end its generation that it has made
+    """Windows that the peer is to drop once the peer has all others."""
+
     ending: int = 0
+    """Number of writes that the worker has made of the three that end a generation."""
 
 
 class Place(NamedTuple):
-    """The windows of a rank in one memory, with the last iteration of its step log
-    there.
-    """
+    """The windows of a rank in one memory."""
 
     windows: frozenset[int] = frozenset()
+    """Starts of the windows."""
+
     steps_to: int = 0
+    """Last iteration of the rank's step log in this memory."""
 
     def refs(self) -> tuple[WindowRef, ...]:
         return tuple(
@@ -128,52 +206,94 @@ class Generation(NamedTuple):
     """The keys of a generation in the store, and the collectives of its ranks."""
 
     outcome: str = ""
+    """Outcome: "ended" or "finished". Empty: none yet."""
+
     decision: str = ""
+    """Decision: "go" or "stop". Empty: none yet."""
+
     has_ended: bool = False
+    """Whether ranks can see that the generation has ended."""
+
     arrived: tuple[int, ...] = ()
+    """Ranks that have arrived."""
+
     done: int = 0
-    votes: tuple[int, ...] = (0,) * 3  # by rank: the iteration
+    """Number of ranks that are done."""
+
+    votes: tuple[int, ...] = (0,) * 3
+    """Iteration for which each rank has voted last, by rank."""
+
     carried: frozenset[int] = frozenset()
-    # by owner: the copies that its peer has listed
+    """Ranks that are at the target."""
+
     listed: tuple[Place | None, ...] = (None,) * 3
-    # all ranks have a window of the state that the generation begins with
+    """Copies that each rank's peer has listed, by owner. None: not listed."""
+
     has_base: bool = False
-    # the target, and (stage, window) that roll back
+    """Whether all ranks have a window of the state that the generation begins with."""
+
     plan: tuple[int, tuple[tuple[int, int], ...]] | None = None
+    """Target, and (stage, window) of each stage that rolls back. None: no plan."""
 
 
 class Message(NamedTuple):
-    """A message of a rank's daemon to its peer. The worker that sent it waits for an
-    answer if it `counts`.
-    """
+    """A message of a rank's daemon to the rank's peer."""
 
-    kind: str  # "copy", "record" or "drop"
-    number: int  # a window, or the iteration of a record
+    kind: str
+    """Kind: "copy", "record" or "drop"."""
+
+    number: int
+    """Start of a window, or iteration of a record."""
+
     counts: bool = True
+    """Whether the worker that sent the message waits for an answer."""
 
 
 class World(NamedTuple):
-    """A state of the whole job.
-
-    `supervisors`: the next action of each (0: none), the generation that it ends, and
-    whether it has announced the next worker. `lanes` and `records`: the messages of
-    each rank's daemon on their way, about windows and about steps; None: its peer is
-    gone.
-    """
+    """A state of the whole job. Tuples are by rank unless stated otherwise."""
 
     workers: tuple[Worker | None, ...]
+    """Workers. None: the rank has no worker."""
+
     cut_off: tuple[tuple[int, Worker], ...]
+    """Ranks and workers of nodes that are cut off, in the order of the faults."""
+
     supervisors: tuple[tuple[int, int, bool], ...]
+    """The supervisor's next action (0: none), the generation that the supervisor ends,
+    and whether the supervisor has announced the next worker.
+    """
+
     own: tuple[Place, ...]
-    held: tuple[Place, ...]  # by owner
+    """Windows of the rank in the rank's own memory."""
+
+    held: tuple[Place, ...]
+    """Copies of the rank's windows in the memory of the peer, by owner."""
+
     lanes: tuple[tuple[Message, ...] | None, ...]
+    """Messages about windows on the way from the rank's daemon. None: the peer is gone.
+    """
+
     records: tuple[tuple[Message, ...] | None, ...]
+    """Messages about steps on the way from the rank's daemon. None: the peer is gone.
+    """
+
     lives: tuple[int, ...]
+    """Incarnation of the rank's newest worker that was announced or started."""
+
     current: int
+    """Number of the newest generation."""
+
     generations: tuple[Generation, ...]
+    """Generations by number, from 1."""
+
     faults: int
+    """Faults so far."""
+
     memories_lost: int
+    """Memories that were lost so far."""
+
     has_failed: bool = False
+    """Whether ranks have found nothing left."""
 
     def generation(self, number: int) -> Generation:
         return self.generations[number - 1]
@@ -182,14 +302,12 @@ class World(NamedTuple):
 Move = tuple[str, World]
 _IDLE = (0, 0, False)
 _GONE = Generation(outcome="ended", decision="stop", has_ended=True)
-# actions of a supervisor; END has three
+# actions of a supervisor; END has three writes
 _S_END, _S_START, _S_FENCE, _S_READ = 1, 4, 5, 6
 
 
 def start() -> World:
-    """Return the state in which all ranks have met, and taken their first windows, with
-    copies.
-    """
+    """Return the state in which all ranks have met and have copies of first windows."""
     first = Place(windows=frozenset({0}))
     return World(
         workers=(
@@ -219,16 +337,22 @@ def start() -> World:
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """All moves of the job, of `iterations` and with up to `faults`, under `rules`.
-
-    `moments`: the next actions of workers that faults may strike; None: any.
-    """
+    """All moves of the job."""
 
     rules: Rules = Rules()
+    """Rules that hold."""
+
     iterations: int = 2
+    """Iterations of the job."""
+
     faults: int = 2
+    """Largest number of faults."""
+
     kinds: tuple[str, ...] = ("kill", "lose", "cut off")
+    """Kinds of faults."""
+
     moments: tuple[At, ...] | None = None
+    """Faults strike only workers with one of these next actions. None: any worker."""
 
     def moves(self, world: World) -> Iterator[Move]:
         """Yield each possible next action with the state after it."""
@@ -287,7 +411,7 @@ class Protocol:
         if "lose" in self.kinds:
             yield f"rank {rank}'s node is lost", lost
         if "cut off" in self.kinds:
-            # of what it does in its generation nothing matters to the others
+            # acts of this worker after FORMED do not affect other ranks
             at = min(worker.at, At.FORMED)
             stale = Worker(
                 incarnation=worker.incarnation, at=at, generation=worker.generation
@@ -337,8 +461,10 @@ class Protocol:
             yield f"{name} starts worker {life}", started
 
     def _end(self, world: World, number: int, write: int) -> tuple[World, bool]:
-        """Make one of the three writes that end a generation; return whether the next
-        one follows.
+        """Make one of the three writes that end a generation.
+
+        Returns:
+            The state after the write, and whether the next write follows.
         """
         generation = world.generation(number)
         if write == 0:
@@ -360,9 +486,7 @@ class Protocol:
     def _stale(
         self, world: World, position: int, rank: int, worker: Worker
     ) -> Iterator[Move]:
-        """Yield the moves of a worker that was cut off: it may come back, and try to
-        join.
-        """
+        """Yield the moves of a cut-off worker, which may come back and try to join."""
         generation = world.generation(worker.generation) if worker.generation else None
         put = lambda new: world._replace(  # noqa: E731
             cut_off=tuple(
@@ -432,8 +556,9 @@ class Protocol:
         yield from self._train(world, rank, worker)
 
     def _worker_ends(self, world: World, rank: int, worker: Worker) -> Move:
-        """A worker that misses a rank makes the next of the three writes that end its
-        generation.
+        """Return the next of the three writes by which a worker ends a generation.
+
+        The worker misses a rank of that generation.
         """
         ended, goes_on = self._end(world, worker.generation, worker.ending)
         there = (
@@ -445,9 +570,7 @@ class Protocol:
         return name, ended._replace(workers=_put(ended.workers, rank, there))
 
     def _recover(self, world: World, rank: int, worker: Worker) -> Iterator[Move]:
-        """Yield the moves of a worker from its arrival in a generation to its first
-        iteration there.
-        """
+        """Yield the moves of a worker from the arrival to the first iteration."""
         name, number = f"rank {rank}", worker.generation
         generation = world.generation(number)
         put = partial(_with_worker, world, rank, worker)
@@ -564,9 +687,7 @@ class Protocol:
     def _arrive(
         self, generation: Generation, rank: int
     ) -> tuple[tuple[int, ...], bool]:
-        """Return the ranks that have arrived with this one, and whether it is the
-        last.
-        """
+        """Return the arrived ranks, this rank included, and whether it is the last."""
         arrived = (*generation.arrived, rank)
         return arrived, len(arrived) == len(RANKS) - (not self.rules.waits_for_all)
 
@@ -576,7 +697,10 @@ class Protocol:
     # Windows and their copies
 
     def _take(self, world: World, rank: int, worker: Worker) -> Move:
-        """The snapshot of a worker's state is complete, and goes to its peer."""
+        """Return the move that completes the snapshot of a worker's state.
+
+        The snapshot then goes to the peer.
+        """
         own = world.own[rank]
         taken = world._replace(
             own=_put(
@@ -590,11 +714,10 @@ class Protocol:
         return f"rank {rank} takes window {worker.reached}", taken
 
     def _agree(self, world: World, worker: Worker) -> bool:
-        """Return whether all ranks wait in one reduction, or have waited there, with
-        windows that their peers have.
+        """Return whether all ranks have come to one reduction, with copies at peers.
 
-        Windows are compared with what each worker knows, as each has answered for its
-        own.
+        The newest window of each rank that still waits must be at the peer. `acked`
+        decides, because each worker answers for its own window.
         """
         if not self.rules.confirms:
             return not worker.takes
@@ -611,8 +734,9 @@ class Protocol:
         )
 
     def _keep_newest(self, world: World, rank: int, worker: Worker) -> World:
-        """Drop all windows but the newest, which all ranks have with its copy, here and
-        at the peer.
+        """Drop all windows but the newest, in the rank's own memory and at the peer.
+
+        All ranks have the newest window, with its copy.
         """
         own = world.own[rank]
         old = sorted(start for start in own.windows if start < worker.reached)
@@ -627,10 +751,10 @@ class Protocol:
         )
 
     def _messages(self, world: World, rank: int) -> Iterator[Move]:
-        """Yield the arrivals of messages of a rank's daemon at its peer.
+        """Yield the arrivals of messages of a rank's daemon at the peer.
 
-        The worker knows at once: what it does before it has read the answer, it may
-        also do before the arrival.
+        The worker has the answer at once: any act of the worker between an arrival and
+        the reading of the answer is also possible before the arrival.
         """
         held = world.held[rank]
         for lane in ("lanes", "records"):
@@ -664,8 +788,10 @@ class Protocol:
             yield name, after
 
     def _go_on(self, world: World, rank: int, worker: Worker) -> World:
-        """A worker's windows go to its peer, which drops all others once it has them;
-        training goes on.
+        """Return the state in which a worker goes on with training.
+
+        The worker's windows go to the peer. Once the peer has these windows, the peer
+        drops all others.
         """
         generation, own = world.generation(worker.generation), world.own[rank]
         listed = generation.listed[rank] or Place()
@@ -722,8 +848,9 @@ class Protocol:
         )
 
     def _carried(self, world: World, number: int, carried: frozenset[int]) -> World:
-        """These ranks are at the target; once all are, each keeps the window with the
-        most copies.
+        """Return the state in which these ranks are at the target.
+
+        Once all ranks are there, each rank keeps the window with the most copies.
         """
         world = _with(world, number, carried=carried)
         if len(carried) < len(RANKS):
@@ -738,8 +865,9 @@ class Protocol:
         return _with(kept._replace(own=own), number, has_base=has_base)
 
     def _keep(self, world: World, number: int) -> World:
-        """Keep the window with the most copies of those that all ranks have, as
-        `WindowRecovery` does.
+        """Keep, of the windows that all ranks have, the one with the most copies.
+
+        `WindowRecovery` does the same.
         """
         common = frozenset.intersection(*(place.windows for place in world.own))
         if not common:
@@ -759,7 +887,7 @@ class Protocol:
         )
 
     def _survey(self, world: World) -> Iterator[Move]:
-        """The collective in which all ranks of a generation agree on a plan."""
+        """Yield the collective in which all ranks of a generation agree on a plan."""
         numbers = {
             worker.generation
             for worker in world.workers
@@ -800,8 +928,12 @@ class Protocol:
 def describe_plan(
     generation: int, target: int, rollbacks: Iterable[tuple[int, int]]
 ) -> str:
-    """Return the name of the move in which a generation agrees on a plan; `rollbacks`:
-    (stage, window).
+    """Return the name of the move in which a generation agrees on a plan.
+
+    Args:
+        generation: The number of the generation.
+        target: The target iteration.
+        rollbacks: (stage, window) of each stage that rolls back.
     """
     back = ", ".join(
         f"stage {stage} from window {start}" for stage, start in sorted(rollbacks)
@@ -816,8 +948,11 @@ def describe_plan(
 def plan_of(
     workers: tuple[Worker, ...], own: tuple[Place, ...], held: tuple[Place, ...]
 ) -> tuple[int, tuple[tuple[int, int], ...]] | None:
-    """Return the target and the rollbacks that the real code plans; None if nothing is
-    left.
+    """Return the target and the rollbacks that the real code plans.
+
+    Returns:
+        The target, and (stage, window) of each rollback; window -1: the job begins
+        anew. None: nothing is left.
     """
     standings = [
         Standing(
@@ -884,15 +1019,17 @@ def recovery_of(
 
 
 def has_source(own: tuple[Place, ...], held: tuple[Place, ...]) -> bool:
-    """Return whether a job without any living state finds a common state in these
-    memories.
+    """Return whether these memories alone lead to a common state.
+
+    No worker has a state.
     """
     return recovery_of(frozenset(RANKS), None, own, held, ((1, 0),) * 3) is not None
 
 
 def may_begin_anew(own: tuple[Place, ...], held: tuple[Place, ...]) -> bool:
-    """Return whether any rank has no window after its first step yet: then nothing is
-    lost by beginning anew.
+    """Return whether any rank has no window after the first step yet.
+
+    Nothing is then lost if the job begins anew.
     """
     return not all(
         any(mine.windows | copies.windows)
@@ -901,11 +1038,11 @@ def may_begin_anew(own: tuple[Place, ...], held: tuple[Place, ...]) -> bool:
 
 
 def normalized(world: World) -> World:
-    """Return the state as the checker stores it: waits have ended that can end, and
-    what no process reads is left out.
+    """Return a state in the form that the checker stores.
 
-    Generations that no process looks at any more are dropped from the front, and the
-    others numbered anew.
+    Waits that can end have ended, and data that no process reads is left out. Old
+    generations that no process reads any more are dropped, and all others get new
+    numbers from 1.
     """
     world = settled(world)
     workers = world.workers
@@ -956,15 +1093,16 @@ def normalized(world: World) -> World:
 
 
 def settled(world: World) -> World:
-    """Return a state in which waits have ended that can end, without what no worker
-    waits for any more.
+    """Return a state in which all waits have ended that can end.
+
+    Messages no longer count if no worker waits for the answer.
     """
     for rank in RANKS:
         worker = world.workers[rank]
         if (
             worker is not None
             and worker.at == At.FORMED
-            # else it may still take it, or have died too early for it
+            # with `takes`, the worker may still take the window, or die before
             and not (worker.takes or worker.ending)
             and _is_still(world, rank)
         ):
@@ -984,7 +1122,7 @@ def settled(world: World) -> World:
 def _without_vain_writes(
     world: World, at: int, number: int, announced: bool
 ) -> tuple[int, int, bool]:
-    """Return a supervisor's next action; writes that change nothing are left out."""
+    """Return a supervisor's next action, without writes that change nothing."""
     if at in (0, _S_FENCE, _S_READ):
         return (at, 0, announced) if at else _IDLE
     while _S_END <= at < _S_START and number and _is_vain(world, number, at - _S_END):
@@ -1002,8 +1140,9 @@ def _is_still(world: World, rank: int) -> bool:
 
 
 def _list_copies(world: World, rank: int, worker: Worker) -> World:
-    """A worker waits for no answers any more, and lists the copies that its memory
-    holds.
+    """Return the state in which a worker has listed the copies that its memory holds.
+
+    The worker waits for no answers any more.
     """
     quiet = worker._replace(
         copies=False, takes=False, acked=-1, acked_record=0, stale=frozenset()
@@ -1017,8 +1156,10 @@ def _list_copies(world: World, rank: int, worker: Worker) -> World:
 
 
 def _is_vain(world: World, number: int, write: int) -> bool:
-    """Return whether a write that ends a generation would change nothing, and another
-    one follows.
+    """Return whether a write that ends a generation would change nothing.
+
+    The first write to a finished generation does not count, because the other writes
+    may not follow.
     """
     generation = world.generation(number)
     return (
@@ -1029,8 +1170,9 @@ def _is_vain(world: World, number: int, write: int) -> bool:
 
 
 def _without_wait(world: World, worker: Worker | None) -> Worker | None:
-    """Return a worker whose wait for a decision or for the end of the job is over, as
-    far as there is one.
+    """Return a worker without waits that can end, and without vain writes.
+
+    The waits are those for a decision and for the end of the job.
     """
     if worker is None:
         return worker
@@ -1059,9 +1201,7 @@ def _without_wait(world: World, worker: Worker | None) -> Worker | None:
 
 
 def _as_read(generation: Generation, workers: list[Worker]) -> Generation:
-    """Return a generation without the results of collectives that none of its workers
-    waits for.
-    """
+    """Return a generation without results of collectives that no worker waits for."""
     fields: dict[str, object] = {"arrived": tuple(sorted(generation.arrived))}
     stages = {worker.at for worker in workers}
     if not stages & {At.CARRY, At.REPLAY, At.CARRIED}:
@@ -1082,8 +1222,9 @@ def _with_worker(world: World, rank: int, worker: Worker, **fields: Any) -> Worl
 
 
 def _send(world: World, rank: int, lane: str, *messages: Message) -> World:
-    """A rank's daemon sends messages to its peer, behind those that are on their
-    way.
+    """Return the state after a rank's daemon has sent messages to the peer.
+
+    The messages go behind all messages that are on the way.
     """
     lanes = getattr(world, lane)
     if lanes[rank] is None:
@@ -1092,7 +1233,7 @@ def _send(world: World, rank: int, lane: str, *messages: Message) -> World:
 
 
 def _arrived(held: Place, rank: int, message: Message) -> tuple[str, Place]:
-    """Return the name of a message's arrival, and what the peer holds then."""
+    """Return the name of a message's arrival, and the peer's copies after that."""
     number = message.number
     match message.kind:
         case "copy":
@@ -1153,8 +1294,9 @@ def _finished(world: World, number: int) -> bool:
 
 
 def _misses_a_rank(world: World, number: int) -> bool:
-    """Return whether a rank has no worker in a generation any more: an operation with
-    it fails.
+    """Return whether a rank has no worker in a generation any more.
+
+    An operation with that rank then fails.
     """
     return any(
         worker is None

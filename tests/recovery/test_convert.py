@@ -1,5 +1,6 @@
-"""From sparse snapshots to a dense state: the paper's example, a simulation of any
-window, and what is refused.
+"""From sparse snapshots to a dense state: the paper's example, and random windows.
+
+Snapshots that are not a window are refused.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from moe_ckpt.recovery.convert import SnapshotContents, plan_conversion
 def make_window(
     slots: Sequence[Sequence[str]], first_iteration: int
 ) -> list[SnapshotContents]:
-    """Snapshots whose slots take the named operators."""
+    """Return snapshots whose slots take the named operators whole."""
     return [
         SnapshotContents(
             iteration=first_iteration + slot,

@@ -1,5 +1,6 @@
-"""Plans in words, and what is refused. Which stages roll back, to which windows:
-test_plan_random.
+"""Plans in words, refused inputs, replays that were cut off, and failed fetches.
+
+test_plan_random.py tests which stages roll back, and to which windows.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def inventory(
     held: Held | None = None,
     logged: tuple[int, int] = (6, TARGET),
 ) -> Inventory:
-    """Return what a rank has, the only one of its stage."""
+    """Return the inventory of a rank that is the only rank of its stage."""
     copies = {owner: tuple(of_owner) for owner, of_owner in (held or {}).items()}
     first, last = logged
     own = tuple(windows)
@@ -167,8 +168,13 @@ def test_lines_of_a_plan(
 def cut_off(
     rank: Inventory, of: WindowRef, iteration: int | None, stage: int = 0
 ) -> Inventory:
-    """Return a rank whose replay of a window was cut off at an iteration, or in its
-    update.
+    """Return a rank whose replay of a window was cut off.
+
+    Args:
+        rank: The rank.
+        of: The window.
+        iteration: The iteration of the cut. None: the cut came in an update.
+        stage: The new stage of the rank.
     """
     replayed = (
         None
@@ -237,8 +243,9 @@ def test_a_cut_off_replay_of_another_window_or_segment_starts_over() -> None:
 
 
 def test_a_rank_that_fetched_has_no_window_of_its_own_any_more() -> None:
-    """Rank 1 got window 10 from rank 0 and rank 2 did not: both go back to 5, which
-    rank 1's own memory had.
+    """Rank 1 got window 10 from rank 0, and rank 2 did not.
+
+    Both ranks go back to window 5, which rank 1's own memory had.
     """
     old = window(5)
     inventories = [
@@ -268,8 +275,9 @@ def test_a_rank_that_fetched_has_no_window_of_its_own_any_more() -> None:
 def test_a_rank_whose_fetch_failed_has_its_own_windows_still(
     emptied: tuple[int, ...], start: int | None
 ) -> None:
-    """Rank 1's window 5 leads to an earlier iteration: all go back to it, unless it was
-    dropped to make room.
+    """Rank 1's window 5 leads to an earlier iteration, to which all ranks go back.
+
+    Nothing is left if rank 1 dropped window 5 to make room.
     """
     old = window(5, steps_to=9)
     inventories = [inventory(0, [NEW, old], {1: [NEW]}), inventory(1, [old])]

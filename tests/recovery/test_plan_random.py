@@ -1,5 +1,6 @@
-"""Plans of random jobs: against trying every choice of stages, with the windows that
-they need, alike on all ranks.
+"""Plans of random jobs, compared with a search through every choice of stages.
+
+Fetches bring the windows that ranks need, and all ranks come to the same plan.
 """
 
 from __future__ import annotations
@@ -17,19 +18,24 @@ from moe_ckpt.recovery.inventory import Inventory, WindowRef
 from moe_ckpt.recovery.plan import RecoveryPlan, plan_recovery
 
 Slots = tuple[int, int]
-"""The start of a window and its number of slots."""
+"""Start and number of slots of a window."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """Ranks with much or little left, which stages are lost, and where they shall
-    be.
-    """
+    """A job with losses."""
 
     inventories: list[Inventory]
+    """Inventories of all ranks, with much or little left."""
+
     lost: set[int]
+    """Stages that are lost."""
+
     target: int | None
+    """Iteration that ranks are to reach. None: no rank has state."""
+
     boundary_log: bool
+    """Whether stages log the tensors that they send."""
 
     @property
     def num_stages(self) -> int:
@@ -120,8 +126,9 @@ def runs_of(stages: Iterable[int]) -> list[list[int]]:
 
 
 def shared(job: Job, stages: Iterable[int], iteration: int = 0) -> set[Slots]:
-    """Return the windows from which all ranks of these stages can get to an iteration,
-    each stage with one cut.
+    """Return the windows from which all ranks of some stages can get to an iteration.
+
+    All ranks of a stage have the same cut of the window.
     """
 
     def of_rank(rank: Inventory) -> set[tuple[int, int, str]]:
@@ -142,8 +149,9 @@ def shared(job: Job, stages: Iterable[int], iteration: int = 0) -> set[Slots]:
 
 
 def is_logged(job: Job, run: list[int], start: int, target: int) -> bool:
-    """Whether the ranks next to these stages logged every iteration after `start` up to
-    the target.
+    """Return whether the ranks next to a run of stages logged all needed iterations.
+
+    Needed are the iterations `start` + 1 to `target`.
     """
     ranks = job.ranks(run[0] - 1) + job.ranks(run[-1] + 1)
     return all(
@@ -154,13 +162,15 @@ def is_logged(job: Job, run: list[int], start: int, target: int) -> bool:
 
 
 def newest(windows: Collection[Slots]) -> Slots | None:
-    """Return the one that starts last, with the fewest slots."""
+    """Return the window that starts last; of several, the one with the fewest slots."""
     return min(windows, key=lambda slots: (-slots[0], slots[1]), default=None)
 
 
 def choices(job: Job, target: int) -> Iterator[list[tuple[list[int], Slots]]]:
-    """Yield every choice of stages that reaches the target by logs if they roll back,
-    the smallest first.
+    """Yield every choice of stages to roll back that reaches the target by logs.
+
+    The smallest choices come first. A choice lists runs of neighbouring stages, each
+    with a window.
     """
     healthy = [stage for stage in range(job.num_stages) if stage not in job.lost]
     for extra in (
@@ -194,12 +204,13 @@ def choices(job: Job, target: int) -> Iterator[list[tuple[list[int], Slots]]]:
 
 
 Expected = tuple[int, list[tuple[list[int], Slots]]]
-"""Where it ends, and which stages roll back to which window."""
+"""Iteration at which ranks end, and the stages that roll back, with their windows."""
 
 
 def expected_of(job: Job) -> Expected | None:
-    """Return what is to be found, by trying: the fewest stages, else everything, else
-    nothing.
+    """Return the expected plan, found by trying.
+
+    The plan rolls back the fewest stages, or else all stages. None: nothing is left.
     """
     everything = list(range(job.num_stages))
     if job.target is not None and job.boundary_log:
@@ -244,8 +255,9 @@ def assert_as_expected(job: Job) -> RecoveryPlan | None:
 
 
 def assert_fetches_suffice(job: Job, plan: RecoveryPlan) -> None:
-    """With what it fetches each rank of a stage that rolls back has one cut of its
-    window, with steps to the target.
+    """Assert that after the fetches, each rank that rolls back has a suitable window.
+
+    All ranks of a stage have the same cut of the window, with steps to the target.
     """
     memories = {
         i.global_rank: {window.start: window for window in i.windows}
@@ -272,8 +284,9 @@ def assert_fetches_suffice(job: Job, plan: RecoveryPlan) -> None:
 
 
 def assert_fetches_are_needed_and_even(job: Job, plan: RecoveryPlan) -> None:
-    """Each was asked that had been asked least until then; nobody fetches what it
-    has.
+    """Assert that no rank fetches a window that the rank has, and that sources share.
+
+    Each source is the holder with the fewest fetches until then.
     """
     inventories, asked = {i.global_rank: i for i in job.inventories}, Counter[int]()
     assert [fetch.global_rank for fetch in plan.fetches] == sorted(

@@ -1,5 +1,6 @@
-"""The protocol's model (protocol.py) keeps its invariants in every interleaving, and
-each rule is needed for one.
+"""The protocol's model (protocol.py) keeps the invariants in every interleaving.
+
+Each rule of the model is needed for an invariant.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def test_without_a_rule_the_checker_finds_a_violation(
 
 
 def test_a_job_that_stands_still_is_found() -> None:
-    """Without copies no rank may go on."""
+    """Without copies at peers no rank may go on."""
     stuck = check(_WithoutCopies(faults=0)).violation
     assert stuck is not None
     assert stuck.invariant == GOES_ON
@@ -89,7 +90,7 @@ def test_a_job_that_stands_still_is_found() -> None:
 
 
 class _WithoutCopies(Protocol):
-    """Windows never reach their peers."""
+    """A protocol in which the windows of iteration 1 never reach peers."""
 
     def moves(self, world: World) -> Iterator[Move]:
         return (

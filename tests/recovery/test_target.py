@@ -1,5 +1,6 @@
-"""Where all ranks are to be, over random standings. Jobs that stop anywhere:
-tests/engine/test_windows.py.
+"""The target of all ranks, over random standings.
+
+tests/engine/test_windows.py tests jobs that stop anywhere.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from hypothesis import strategies as st
 from moe_ckpt.recovery.target import Standing, plan_target
 
 Row = tuple[int | None, str]
-"""What a rank reached, and whether it is prepared for one more ("p") and whole ("w").
+"""Iteration that a rank has reached, and flags of the rank.
+
+"p": the rank is prepared for one more iteration. "w": the state is whole.
 """
 
 

@@ -1,8 +1,7 @@
-"""What real processes do is a path of the protocol's model, whenever a worker is
-killed.
+"""The acts of real processes are a path of the model, whenever a worker is killed.
 
-Only processes can show this: the order of their writes and messages is that of the
-kernel and of the network.
+The model is that of the protocol (protocol.py). Only processes can show this property:
+the kernel and the network give writes and messages their order.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ JOB = (
     "train.global_batch_size=6",
     f"train.iterations={NUM_ITERATIONS}",
     "ckpt.window=1",
-    # longer than a test keeps a worker stopped, beside any load
+    # longer than a test keeps a worker stopped, under any load
     "runtime.heartbeat_s=200",
 )
 KILLS = (
@@ -46,13 +45,15 @@ KILLS = (
     (2, Phase.SNAPSHOT, 4),
     (1, Phase.BETWEEN, 5),
     (0, Phase.STEP, 6),
-    (2, Phase.RECOVERY, ANY_ITERATION),  # in the recovery from the one before
-    (1, Phase.JOIN, ANY_ITERATION),  # and from that one
+    (2, Phase.RECOVERY, ANY_ITERATION),  # in the recovery from the kill before
+    (1, Phase.JOIN, ANY_ITERATION),  # and in the recovery from that kill
     (0, Phase.BACKWARD, 8),
     (2, Phase.DONE, ANY_ITERATION),
 )
-"""Each in a process that lives, and does not get there, while the one before is
-stopped.
+"""Kills by rank, phase and iteration.
+
+Each kill strikes a process that lives, but that does not get to the point of the kill
+while the victim of the kill before is stopped.
 """
 
 
@@ -88,8 +89,9 @@ def test_a_job_whose_workers_are_killed_is_a_path_of_the_model(tmp_path: Path) -
 
 
 def record_without_confirmation(trace: Path) -> None:
-    """Let ranks keep windows that have not reached their peers: all but the first, with
-    which the model begins.
+    """Record ranks that keep windows although these have not reached peers.
+
+    The first window is an exception, because the model begins with that window.
     """
     record(trace)
     wrap(
@@ -118,7 +120,7 @@ def receive_late(
     key: str,
     *rest: Any,
 ) -> int:
-    """Receive window 2 once all ranks have kept it."""
+    """Receive window 2 only once all ranks have kept window 2."""
     is_late = key.startswith("snapshot-2-")
     assert not is_late or wait_until(
         lambda: trace.read_text().count("keeps window 2 only") == NUM_RANKS

@@ -1,5 +1,6 @@
-"""Which version all ranks go back to, and which version of every unit: the newest that
-all who need it can have.
+"""The version to which all ranks go back, and the version of every unit.
+
+Each is the newest version that all ranks which need the unit can have.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def at(iteration: int, epoch: int = 0) -> Version:
 def rank(
     number: int, memory: Units, disk: Units, names: Collection[str]
 ) -> UnitInventory:
-    """A rank that needs these units with each core that it has."""
+    """Return a rank that needs these units with each core that the rank has."""
     needed = dict.fromkeys(
         [*memory.get(CORE, ()), *disk.get(CORE, ())], frozenset({CORE, *names})
     )
@@ -107,8 +108,9 @@ def test_a_plan_is_right_and_the_newest(
 
 
 def units_at(ranks: list[UnitInventory], core: Version) -> dict[str, Version] | None:
-    """Return the newest version of each unit that goes with a core, by trying all; None
-    where one is missing.
+    """Return the newest version of each unit that goes with a core, by trying all.
+
+    Returns None if a unit or the core is missing.
     """
     if any(core not in each.versions(CORE) for each in ranks):
         return None

@@ -1,10 +1,10 @@
-"""Traces of real jobs: what their processes do, in the sentences of the model
-(protocol.py), in one order.
+"""Traces of real jobs: the acts of all processes, as sentences of the model, in order.
 
-`record` wraps, in the processes of a job, the calls that write to the store, take,
-keep, copy and drop windows, vote, step, plan and replay. A call and its sentence are
-one turn, for which all processes and threads wait: the order of the sentences is an
-order of the calls. `follow` then looks for a path of the model with these sentences.
+The model is in protocol.py. `record` wraps, in the processes of a job, the calls that
+write to the store, take, keep, copy and drop windows, vote, step, plan and replay. A
+call and its sentence are one turn, for which all other processes and threads wait, so
+the order of the sentences is an order of the calls. `follow` then looks for a path of
+the model with these sentences.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ Say = Callable[[str], None]
 
 @contextlib.contextmanager
 def turn(path: Path) -> Iterator[Say]:
-    """Let no other process or thread of the job act meanwhile, as far as its acts are
-    recorded.
+    """Keep other processes and threads of the job from recorded acts meanwhile.
 
     Args:
         path: The trace.
@@ -59,7 +58,7 @@ def turn(path: Path) -> Iterator[Say]:
 
 
 def record(path: Path) -> None:
-    """Record what this process and its children do from now on.
+    """Record the acts of this process and of its children from now on.
 
     Args:
         path: The trace.
@@ -68,8 +67,10 @@ def record(path: Path) -> None:
 
 
 class _Recorder:
-    """Wraps calls. Each process has a copy, which knows the generation, and whether the
-    process is a supervisor.
+    """Wraps the calls that are recorded.
+
+    Each process has a copy, with the generation of the process and with the process id
+    of the supervisor.
     """
 
     def __init__(self, path: Path) -> None:
@@ -151,7 +152,7 @@ class _Recorder:
         self, call: Any, recovery: StageRecovery, plan: RecoveryPlan, **options: Any
     ) -> int:
         done = call(recovery, plan, **options)
-        rollback = plan.rollback_of(int(os.environ["RANK"]))  # a stage for each rank
+        rollback = plan.rollback_of(int(os.environ["RANK"]))  # a rank is a stage
         if rollback:
             with self.turn() as say:
                 say(
@@ -182,7 +183,8 @@ class _Recorder:
 
     def _discard(self, call: Any, folder: ReplicaFolder, key: str) -> None:
         with self.turn() as say:
-            before = {_window_of(each) for each in folder.keys()}  # noqa: SIM118 - not a mapping
+            # SIM118: a folder is not a mapping
+            before = {_window_of(each) for each in folder.keys()}  # noqa: SIM118
             call(folder, key)
             # another version of that window may stay
             for window in before - {_window_of(each) for each in folder.keys()}:  # noqa: SIM118
@@ -216,8 +218,9 @@ def _owner_of(folder: BlobFolder) -> int:
 
 
 class _RecordedStore:
-    """A store whose protocol writes are turns. What only reads, or changes nothing, has
-    no sentence.
+    """A store whose protocol writes are turns.
+
+    Reads, and writes that change nothing, have no sentence.
     """
 
     def __init__(self, store: dist.Store, recorder: _Recorder) -> None:
@@ -252,8 +255,9 @@ class _RecordedStore:
                 say(f"{self._recorder.who} starts worker {value}")
 
     def _sentence(self, key: str, expected: str, desired: str) -> str | None:
-        """Return what a write does, or None if it will change nothing, or is of no
-        interest to the model.
+        """Return the sentence of a write.
+
+        Returns None if the write will change nothing, or does not concern the model.
         """
         who, (first, _, what) = self._recorder.who, key.partition("/")
         if key == "generation":
@@ -274,7 +278,8 @@ class _RecordedStore:
                 return f"{who} decides: go"
             case "decision", _:
                 return f"{who} ends generation {first}: stops those who wait"
-            case _:  # the end of a generation that has begun, in which nobody waits
+            case _:
+                # `end`: a generation that has not begun has its sentence by `decision`
                 has_begun = self._store.get(f"{first}/decision") == b"go"
                 return (
                     f"{who} ends generation {first}: stops those who wait"
@@ -284,8 +289,9 @@ class _RecordedStore:
 
 
 def read_trace(path: Path) -> list[str]:
-    """Return the sentences of a trace, from the state in which all ranks begin
-    iteration 1; each plan once.
+    """Return the sentences of a trace, with each plan once.
+
+    The sentences start from the state in which all ranks begin iteration 1.
     """
     begun: set[str] = set()
     sentences: list[str] = []
@@ -307,16 +313,15 @@ def follow(protocol: Protocol, sentences: Sequence[str]) -> World:
     """Look for a path of the model with these sentences, depth first.
 
     Args:
-        protocol: The model. Its moves whose names begin with a bracket have no
-            sentence.
-        sentences: What a job has done.
+        protocol: The model. Moves whose names begin with a bracket have no sentence.
+        sentences: The acts of a job.
 
     Returns:
         The state at the end of a path.
 
     Raises:
-        AssertionError: There is no such path; the message has the first sentence that
-            does not follow.
+        AssertionError: There is no such path; the message marks the first sentence
+            that does not follow.
     """
     waiting = [(settled(start()), 0)]
     seen, furthest = set(waiting), 0

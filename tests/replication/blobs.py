@@ -1,6 +1,4 @@
-"""Blobs for tests: to publish one, to read one, what lies in the folders of one, and a
-file system without room.
-"""
+"""Helpers that publish and read blobs, list folders of blobs, and limit file sizes."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ KIB = 1 << 10
 
 @contextlib.contextmanager
 def largest_file(size_bytes: int) -> Iterator[None]:
-    """Let the kernel refuse to make any file larger, as a full file system would."""
+    """Make the kernel refuse larger files, as a full file system would."""
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, usual[1]))
     try:
@@ -28,6 +26,7 @@ def largest_file(size_bytes: int) -> Iterator[None]:
 
 
 def filled(folder: BlobFolder, content: bytes) -> torch.Tensor:
+    """Allocate memory in a folder, and fill the memory with these bytes."""
     payload = folder.allocate(len(content))
     payload.numpy()[:] = bytearray(content)
     return payload
@@ -39,7 +38,14 @@ def publish(
     content: bytes | None = b"content",
     header: bytes = b"header",
 ) -> torch.Tensor:
-    """Publish a blob of these bytes; return the memory that it lies in."""
+    """Publish a blob, and return the memory of the blob's payload.
+
+    Args:
+        folder: Folder of the blob.
+        key: Key of the blob.
+        content: Bytes of the payload. None: no payload, and the result is empty.
+        header: Header of the blob.
+    """
     payload = None if content is None else filled(folder, content)
     folder.publish(key, header, payload, len(content or b""))
     return torch.empty(0) if payload is None else payload
@@ -48,7 +54,7 @@ def publish(
 def deposit(
     folder: BlobFolder, key: str, content: bytes, header: bytes = b"header"
 ) -> torch.Tensor:
-    """Publish a blob that owns its memory; return that memory."""
+    """Publish a blob that owns its payload's memory, and return the memory."""
     payload = filled(folder, content)
     folder.deposit(key, header, payload, len(content))
     return payload
@@ -60,6 +66,7 @@ def payload_of(blob: Blob) -> torch.Tensor:
 
 
 def content_of(folder: BlobFolder, key: str) -> tuple[bytes, bytes | None]:
+    """Return a blob's header and payload; None for a blob without payload."""
     blob = folder.get(key)
     return blob.header, None if blob.payload is None else blob.payload[
         : blob.payload_bytes
@@ -67,8 +74,10 @@ def content_of(folder: BlobFolder, key: str) -> tuple[bytes, bytes | None]:
 
 
 def buffers_of(folder: BlobFolder) -> list[str]:
+    """Return the names of a folder's buffers."""
     return sorted(os.listdir(folder.path / "buffers"))
 
 
 def index_of(folder: BlobFolder) -> list[str]:
+    """Return the names of the files in a folder's index."""
     return sorted(os.listdir(folder.path / "index"))

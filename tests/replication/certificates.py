@@ -1,4 +1,4 @@
-"""Certificates for tests, made by the program openssl."""
+"""Certificates for tests, created by the program openssl."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ _NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes
 
 
 class Authority:
-    """Signs certificates of nodes; its own is at `certificate`."""
+    """Signs the certificates of nodes.
+
+    Attributes:
+        certificate: Path of the authority's own certificate.
+    """
 
     def __init__(self, folder: Path) -> None:
         if shutil.which("openssl") is None:
@@ -37,7 +41,12 @@ class Authority:
         _openssl("req", *_NEW_KEY, *made)
 
     def config_of(self, node: str, authority: Authority | None = None) -> TlsConfig:
-        """Return the files of a node, which trusts this authority or another one."""
+        """Create a node's key and certificate, and return the node's settings.
+
+        Args:
+            node: Name of the node.
+            authority: The authority that the node trusts. None: this authority.
+        """
         certificate, key, request = (
             self._folder / f"{node}.{ending}" for ending in ("pem", "key", "csr")
         )
@@ -67,6 +76,7 @@ class Authority:
         )
 
     def ends_of(self, node: str, authority: Authority | None = None) -> TlsEnds:
+        """Return the TLS contexts of a node; see `config_of`."""
         ends = open_tls(self.config_of(node, authority))
         assert ends is not None
         return ends

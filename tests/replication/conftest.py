@@ -1,4 +1,4 @@
-"""Ranks for each test of copies."""
+"""Fixture with new ranks for each test of copies."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Ranks that copy blobs to each other over real sockets: their folders, servers and
-replicators, without workers.
+"""Ranks without workers that copy blobs to each other over real sockets.
+
+The module creates the folders, servers and replicators of ranks.
 """
 
 from __future__ import annotations
@@ -33,13 +34,18 @@ def always() -> bool:
 
 
 def closed_address() -> Address:
-    """Return an address where no server listens."""
+    """Return an address at which no server listens."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         return Address(host="127.0.0.1", port=listening.getsockname()[1])
 
 
 def frame(body: bytes, *, length: int | None = None) -> bytes:
-    """Return the frame of a body; its head fits, but for a `length` that is given."""
+    """Return a message's frame: a head that fits the body, and the body.
+
+    Args:
+        body: Body of the message.
+        length: Length that the head states in place of the body's length.
+    """
     size = len(body) if length is None else length
     return (
         struct.pack(">IIQ", size, size ^ 0xFFFFFFFF, xxhash.xxh3_64_intdigest(body))
@@ -48,8 +54,14 @@ def frame(body: bytes, *, length: int | None = None) -> bytes:
 
 
 class Counted:
-    """Calls something at the n-th chunk, and lets all go on, or none if the `answer` is
-    no.
+    """A `may_send` that counts its calls, and acts at one of them.
+
+    A replicator that gets True calls once for each chunk.
+
+    Args:
+        number: Number of the call at which `act` runs, from 1. 0: never.
+        act: The action.
+        answer: Result of each call: whether chunks may be sent without a wait.
     """
 
     def __init__(
@@ -68,8 +80,9 @@ class Counted:
 
 
 class Ranks:
-    """Folders, servers and replicators of ranks; attempts follow each other without a
-    pause.
+    """Creates the folders, servers and replicators of ranks.
+
+    The stack closes servers, replicators, proxies and connections.
     """
 
     def __init__(self, root: Path, stack: ExitStack) -> None:
@@ -77,15 +90,19 @@ class Ranks:
         self._stack = stack
 
     def folder(self, rank: int) -> Path:
+        """Return a rank's folder."""
         return self._root / f"rank{rank:04d}"
 
     def own(self, rank: int) -> BlobFolder:
+        """Return the folder of a rank's own blobs."""
         return BlobFolder(own_path(self.folder(rank)))
 
     def held(self, rank: int, owner_rank: int) -> BlobFolder:
+        """Return the folder in which a rank holds copies for another rank."""
         return BlobFolder(held_path(self.folder(rank), owner_rank))
 
     def again(self, number: int = 1) -> BlobFolder:
+        """Return an empty folder for blobs that a rank fetches after a loss."""
         return BlobFolder(self._root / f"again{number}")
 
     def serve(
@@ -96,6 +113,7 @@ class Ranks:
         rules: HoldingRules | None = None,
         ticket: Ticket = TICKET,
     ) -> CopyServer:
+        """Start the server of a rank."""
         server = CopyServer(
             self.folder(rank),
             rank,
@@ -116,6 +134,7 @@ class Ranks:
         deadline_s: float = WAIT_S,
         bytes_per_s: float | None = None,
     ) -> Replicator:
+        """Start the replicator of a rank, which copies to these peers."""
         throttle = Throttle(bytes_per_s)
         own = self.own(rank)
         replicator = Replicator(
@@ -131,11 +150,13 @@ class Ranks:
         return replicator
 
     def proxy(self, target: Address, *damages: Damage) -> Proxy:
+        """Start a proxy to a server."""
         proxy = Proxy(target, *damages)
         self._stack.callback(proxy.close)
         return proxy
 
     def link(self, address: Address) -> Connection:
+        """Return an admitted connection to a server."""
         link = open_connection(address, TICKET, WAIT_S)
         self._stack.callback(link.close)
         link.allow(WAIT_S)
@@ -144,6 +165,7 @@ class Ranks:
 
 @contextmanager
 def ranks_in(root: Path) -> Iterator[Ranks]:
+    """Yield ranks whose clients make all attempts without a pause between them."""
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             retrying_client, "_DELAYS_S", [0.0] * len(retrying_client._DELAYS_S)
@@ -152,6 +174,7 @@ def ranks_in(root: Path) -> Iterator[Ranks]:
 
 
 def copy(replicator: Replicator, *keys: str) -> None:
+    """Copy blobs to all peers, and wait for the confirmation."""
     replicator.copy(keys).result(WAIT_S)
 
 
@@ -161,8 +184,10 @@ def fetch(
     into: BlobFolder,
     keys: Sequence[str] | None = None,
 ) -> int:
+    """Fetch blobs of a rank from a server, and return their size in bytes."""
     return fetch_blobs(address, TICKET, owner_rank, into, keys, timeout_s=WAIT_S)
 
 
 def listed(address: Address, owner_rank: int = 0) -> list[str]:
+    """Return the keys of a rank's blobs that a server has."""
     return list_held(address, TICKET, owner_rank, timeout_s=WAIT_S)

@@ -1,5 +1,7 @@
-"""A real network between two processes that does what networks do: hold bytes back,
-flip one, break off.
+"""A proxy between two processes that fails as networks do.
+
+The proxy passes bytes over real sockets, and can delay bytes, flip a bit, or cut off a
+connection.
 """
 
 from __future__ import annotations
@@ -16,38 +18,52 @@ from tests.waits import WAIT_S
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Damage:
-    """What happens to the byte at `offset` of what one side sends on a connection;
-    `cut` instead of flipped.
-    """
+    """Damage to one byte that one end of a connection sends."""
 
     offset: int
+    """Offset of the byte in all bytes that the end sends, from 0."""
+
     from_client: bool = True
+    """Whether the client sends the byte. Otherwise the server sends the byte."""
+
     cut: bool = False
+    """Whether the connection ends before the byte, in place of a flipped bit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProxyAddress(Address):
-    """Where a proxy listens, under the name of the server behind it: as if the network
-    were the proxy.
+    """Address of a proxy, printed as the address of the server behind the proxy.
+
+    The proofs of both ends contain the printed address, so both ends accept the proxy
+    as a part of the network.
     """
 
     proxy: Proxy
+    """The proxy."""
 
     def __str__(self) -> str:
         return str(self.proxy.target)
 
 
 class Proxy:
-    """Passes bytes on to `target`, which may be changed, and back; the next connections
-    suffer `damages` in turn.
+    """Passes bytes between clients and a server.
+
+    Attributes:
+        target: Address of the server. A test may set another address.
+        damages: Damages to the next connections, one for each connection.
+        num_connections: Number of accepted connections.
+        passed: All bytes so far, in both directions.
+        may_pass: While the event is not set, bytes from clients wait in the proxy.
+        port: Port of the proxy.
+        address: Address of the proxy.
     """
 
     def __init__(self, target: Address, *damages: Damage) -> None:
         self.target = target
         self.damages = deque(damages)
         self.num_connections = 0
-        self.passed = bytearray()  # all bytes so far, in both directions
-        self.may_pass = threading.Event()  # what clients send waits while it is not set
+        self.passed = bytearray()
+        self.may_pass = threading.Event()
         self.may_pass.set()
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listening.getsockname()[1]
@@ -57,7 +73,7 @@ class Proxy:
         self._threads[0].start()
 
     def cut_all(self) -> None:
-        """Break off all connections that there are."""
+        """Cut off all connections."""
         for connection in self._sockets:
             _shut_down(connection)
 

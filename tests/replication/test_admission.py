@@ -1,6 +1,4 @@
-"""Admission: both ends prove that they have the token, and an eavesdropper learns
-nothing that admits it.
-"""
+"""Both ends prove that they have the token, and overheard bytes admit no process."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ from tests.waits import WAIT_S
 
 
 class Server:
-    """One connection's server end, in a thread."""
+    """The server end of one connection, for a thread of its own."""
 
     def __init__(self, listening: socket.socket) -> None:
         host, port = listening.getsockname()
@@ -41,10 +39,12 @@ class Server:
         self._listening = listening
 
     def admit(self, ticket: Ticket) -> str | None:
+        """Return the reason of a refusal; None if the client is admitted."""
         with self.accepted() as link:
             return admit(link, self.address, ticket)
 
     def pretend(self, proof: str) -> Message:
+        """Send a guessed proof, and return the client's greeting."""
         with self.accepted() as link:
             link.send(Challenge(nonce="00"))
             got = link.receive()
@@ -52,11 +52,12 @@ class Server:
         return got
 
     def end(self) -> None:
-        """Let the thread that accepts go on with an error."""
+        """Make the thread that accepts connections continue with an error."""
         self._listening.shutdown(socket.SHUT_RDWR)
 
     @contextmanager
     def accepted(self) -> Iterator[Connection]:
+        """Accept a connection, and close the connection after the block."""
         link = Connection(self._listening.accept()[0])
         link.allow(WAIT_S)
         yield link
@@ -70,8 +71,15 @@ def server() -> Iterator[Server]:
 
 
 def outcome_of(server: Server, client: Ticket, wanted: Ticket) -> str | None:
-    """Let a client ask a server for admission; return the reason of the server's
-    refusal.
+    """Let a client ask a server for admission.
+
+    Args:
+        server: The server.
+        client: Ticket of the client.
+        wanted: Ticket of the server.
+
+    Returns:
+        The reason of the server's refusal; None if the client is admitted.
     """
     with ThreadPoolExecutor() as threads:
         admitted = threads.submit(server.admit, wanted)
@@ -81,8 +89,10 @@ def outcome_of(server: Server, client: Ticket, wanted: Ticket) -> str | None:
 
 
 def heard_by(server: Server) -> Message:
-    """Let a client meet a server that guesses the token, and refuse it; return what the
-    server was sent.
+    """Let a client refuse a server that guesses the token.
+
+    Returns:
+        The message that the client has sent to the server.
     """
     with ThreadPoolExecutor() as threads:
         pretending = threads.submit(server.pretend, "guess")
@@ -117,8 +127,9 @@ def test_a_server_without_the_token_is_refused_and_does_not_learn_it(
 def test_a_process_that_passes_a_greeting_on_is_admitted_by_neither_end(
     ranks: Ranks,
 ) -> None:
-    """It needs no place in the network: the address of a daemon is in torchrun's store,
-    which any process can write.
+    """Such a process needs no place in the network.
+
+    The address of a daemon is in torchrun's store, to which any process can write.
     """
     publish(ranks.own(1), "a")
     relay = ranks.proxy(ranks.serve(1).address)
@@ -144,7 +155,7 @@ def test_a_hello_that_was_heard_admits_no_second_connection(
 
 
 class Silent:
-    """Connections that say nothing, from addresses of this machine."""
+    """Opens connections that send nothing, from addresses of this machine."""
 
     def __init__(self, address: Address, stack: ExitStack) -> None:
         self.address = address
@@ -164,7 +175,7 @@ def read_challenge(link: socket.socket) -> bytes:
 
 @pytest.fixture
 def silent(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Iterator[Silent]:
-    """Connections to a server that lets three wait for admission."""
+    """Connections to a server at which at most three wait for admission."""
     monkeypatch.setattr(copy_server, "_MOST_STRANGERS", 3)
     with ExitStack() as stack:
         yield Silent(ranks.serve(1).address, stack)
@@ -196,7 +207,7 @@ def test_connections_of_one_address_displace_their_own(silent: Silent) -> None:
 def test_a_member_that_is_displaced_connects_until_its_time_is_over(
     server: Server,
 ) -> None:
-    num_closed = 8  # more than the attempts of a client to which the network is bad
+    num_closed = 8  # more than the attempts of a client over a bad network
 
     def serve() -> str | None:
         for _ in range(num_closed):

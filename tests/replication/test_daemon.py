@@ -1,5 +1,6 @@
-"""Daemons as real processes: they outlive workers, end with their supervisors, and
-serve on whatever is deleted.
+"""Daemons outlive workers, end with their supervisors, and survive deleted files.
+
+Daemons, supervisors and some workers are real processes, because the tests kill them.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ LARGE = bytes(range(250)) * (5 * MIB // 250)
 
 
 def place_of(root: Path, rank: int) -> DaemonSettings:
+    """Return the settings of a rank's daemon."""
     return DaemonSettings(
         rank_folder=root / f"rank{rank:04d}",
         global_rank=rank,
@@ -46,16 +48,19 @@ def place_of(root: Path, rank: int) -> DaemonSettings:
 
 
 def supervisor_main(orders: Connection, place: DaemonSettings) -> None:
-    """Fork a daemon whenever told to, as a supervisor does; answer with its pid and
-    address.
+    """Fork a daemon for each order, as a supervisor does.
+
+    The answer to an order is the pid and the address of the daemon.
     """
-    signal.signal(signal.SIGTERM, lambda *_: None)  # the supervisor's own handler
+    # stands for the supervisor's own handler
+    signal.signal(signal.SIGTERM, lambda *_: None)
     while True:
         orders.recv()
         orders.send(fork_daemon(place))
 
 
 def fork_daemon(place: DaemonSettings) -> tuple[int, str]:
+    """Fork a daemon, and return the daemon's pid and announced address."""
     reading, writing = os.pipe()
     supervisor_pid = os.getpid()
     pid = os.fork()
@@ -67,6 +72,8 @@ def fork_daemon(place: DaemonSettings) -> tuple[int, str]:
 
 
 def keep(place: DaemonSettings, supervisor_pid: int, writing: int) -> int:
+    """Run a daemon, which writes its address to the file descriptor `writing`."""
+
     def announce(address: Address) -> None:
         os.write(writing, f"{address}\n".encode())
 
@@ -79,14 +86,12 @@ def keep(place: DaemonSettings, supervisor_pid: int, writing: int) -> int:
 
 
 def stop_file(place: DaemonSettings) -> Path:
-    """Return the file that tells a daemon, as long as it is there, that training has
-    something to send.
-    """
+    """Return the path of a file that exists while training has bytes to send."""
     return place.rank_folder.parent / f"busy{place.global_rank}"
 
 
 class Rank:
-    """One rank's supervisor and daemon, and clients as its workers have."""
+    """Supervisor and daemon of one rank, and clients like those of its workers."""
 
     def __init__(self, root: Path, rank: int, stack: ExitStack) -> None:
         self.place = place_of(root, rank)
@@ -131,9 +136,7 @@ def third_rank(tmp_path: Path, stack: ExitStack) -> Rank:
 
 
 class SlowPeer:
-    """A rank whose daemon is stopped, and answers nothing until a test lets it go
-    on.
-    """
+    """A rank whose daemon is stopped, and answers nothing until `go_on`."""
 
     def __init__(self, rank: Rank) -> None:
         self.address = rank.address
@@ -152,7 +155,7 @@ def slow_peer(ranks: list[Rank]) -> SlowPeer:
 def test_copies_reach_all_peers_and_come_back(
     ranks: list[Rank], third_rank: Rank
 ) -> None:
-    """However busy training is: the file says that it is."""
+    """Copies arrive even while training has bytes to send: the stop file exists."""
     stop_file(ranks[0].place).touch()
     peers = [ranks[1], third_rank]
     worker, own = ranks[0].worker(*(peer.address for peer in peers)), ranks[0].own()
@@ -205,8 +208,9 @@ def test_the_worker_goes_on_while_a_peer_is_slow(
 
 
 def test_a_daemon_ends_with_its_supervisor_and_not_before(ranks: list[Rank]) -> None:
-    """A scheduler's SIGTERM goes to all processes of a job, and the supervisor decides
-    what follows.
+    """A scheduler sends SIGTERM to all processes of a job.
+
+    Only the supervisor decides how the job reacts.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         os.kill(ranks[0].daemon_pid, number)
@@ -217,9 +221,7 @@ def test_a_daemon_ends_with_its_supervisor_and_not_before(ranks: list[Rank]) -> 
 
 
 def orphan_daemon(root: str) -> int:
-    """Fork a daemon whose supervisor is not its parent any more; return its exit
-    status.
-    """
+    """Fork a daemon whose supervisor is not its parent, and return the exit status."""
     pid = os.fork()
     if pid == 0:
         run_and_exit(lambda: keep(place_of(Path(root), 0), os.getpid(), 1))
@@ -235,7 +237,7 @@ def test_a_daemon_whose_supervisor_died_before_it_began_ends_at_once(
 
 
 def copy_and_die(rank_folder: str, peer: str) -> None:
-    """Be a worker that is killed as soon as it has asked for copies."""
+    """Run a worker that is killed directly after its requests for copies."""
     publish(BlobFolder(own_path(Path(rank_folder))), "a", LARGE)
     client = DaemonClient(Path(rank_folder), timeout_s=WAIT_S)
     client.use_peers([parse_address(peer)])
@@ -307,8 +309,9 @@ def test_a_dead_daemon_fails_its_copies_and_its_successor_has_the_peers(
 def test_a_request_does_not_wait_until_earlier_ones_have_failed(
     ranks: list[Rank], slow_peer: SlowPeer
 ) -> None:
-    """The caller may hold a lock that these need as they fail, as a rank's publisher
-    does.
+    """The caller may hold a lock that the callbacks of failing requests need.
+
+    A rank's publisher is such a caller.
     """
     worker, caller = ranks[0].worker(slow_peer.address), get_ident()
     publish(ranks[0].own(), "a")
@@ -331,6 +334,7 @@ def test_a_request_does_not_wait_until_earlier_ones_have_failed(
 
 
 def joins_a_thread(ident: int) -> bool:
+    """Return whether a thread waits for the end of another thread."""
     frame = sys._current_frames().get(ident)
     while frame is not None and frame.f_code is not Thread.join.__code__:
         frame = frame.f_back

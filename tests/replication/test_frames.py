@@ -1,6 +1,4 @@
-"""Any bytes on a connection are a message or an error of the connection, and never more
-memory than the limit.
-"""
+"""Any bytes on a connection are a message or an error, within the memory limit."""
 
 from __future__ import annotations
 
@@ -22,8 +20,9 @@ LIMIT_BYTES = 4096
 
 
 def received(content: bytes) -> Message:
-    """Return the message that these bytes are to the other end, which then sees the end
-    of the connection.
+    """Return the message that the other end receives from these bytes.
+
+    The connection ends after the bytes.
     """
     sending, receiving = socket.socketpair()
     with sending, receiving:

@@ -1,5 +1,7 @@
-"""An admitted client may send anything: others are served, no own blob changes, and no
-owner holds more than it may.
+"""An admitted client may send any requests and bytes without harm to other ranks.
+
+The server still serves other clients, the rank's own blobs do not change, and no owner
+holds more bytes than the limit.
 """
 
 from __future__ import annotations
@@ -32,10 +34,11 @@ from tests.waits import WAIT_S
 
 MOST_BYTES = 1000
 SEQUENCES = 20
-"""Sequences of requests that one example makes."""
+"""Number of request sequences of one example."""
 
 
 def random_request(chosen: random.Random) -> Message | bytes:
+    """Return a request, a part of a blob's transfer, or random bytes."""
     rank, key, size = _rank(chosen), _key(chosen), _size(chosen)
     requests: list[Message | bytes] = [
         Put(owner_rank=rank, key=key),
@@ -70,13 +73,14 @@ def _size(chosen: random.Random) -> int:
 def served(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[Ranks, CopyServer]]:
+    """Yield ranks, and the server of rank 1, which has one own blob."""
     with ranks_in(tmp_path_factory.mktemp("fuzzed")) as ranks:
         publish(ranks.own(1), "own", b"content")
         yield ranks, ranks.serve(1, rules=HoldingRules(most_bytes_per_owner=MOST_BYTES))
 
 
 def held_bytes(folder: Path) -> int:
-    """Return the bytes of the largest owner's payloads."""
+    """Return the size of the largest owner's payloads, in bytes."""
     owners = (folder / "held").glob("*")
     return max(
         (
@@ -103,7 +107,7 @@ def test_no_request_harms_others(
 
 
 def send_all(address: Address, requests: Sequence[Message | bytes]) -> None:
-    """Send requests over one connection, until the server closes it."""
+    """Send requests over one connection, until the server closes the connection."""
     link = open_connection(address, TICKET, WAIT_S)
     with contextlib.closing(link), contextlib.suppress(OSError):
         for request in requests:

@@ -1,6 +1,4 @@
-"""Blobs on a local disk: whole or not there, within bounds, and what comes back is the
-same.
-"""
+"""Blobs on a local disk are whole or absent, within bounds, and restored unchanged."""
 
 from __future__ import annotations
 
@@ -22,8 +20,10 @@ FIRST, SECOND = ("start-4", "snapshot-3"), ("start-7", "snapshot-6")
 
 @pytest.fixture
 def own(tmp_path: Path) -> BlobFolder:
-    """Two windows of one rank, in memory: a small blob without payload, and a large one
-    with, in a larger buffer.
+    """Two windows of one rank, in memory.
+
+    Each window has a small blob without payload, and a blob whose payload of 5000 bytes
+    is in a buffer of 6000 bytes.
     """
     own = BlobFolder(tmp_path / "own")
     for number, key in enumerate((*FIRST, *SECOND)):
@@ -46,7 +46,8 @@ def disk(own: BlobFolder, tmp_path: Path) -> BlobFolder:
 
 
 def contents(folder: BlobFolder) -> dict[str, tuple[bytes, bytes | None]]:
-    return {key: content_of(folder, key) for key in folder.keys()}  # noqa: SIM118 - not a mapping
+    # a BlobFolder is no mapping
+    return {key: content_of(folder, key) for key in folder.keys()}  # noqa: SIM118
 
 
 def test_restored_blobs_are_those_persisted(
@@ -118,7 +119,7 @@ def test_a_folder_that_cannot_be_written_says_so(
 
 
 def persist_and_die(own: str, disk: str, keys: Sequence[str], sync: int) -> None:
-    """Die at the `sync`th time that something is made sure to be on disk."""
+    """Persist blobs, and die at the `os.fsync` after the first `sync` calls."""
     real, left = os.fsync, [sync]
 
     def fsync(fd: int) -> None:

@@ -1,4 +1,4 @@
-"""Messages: every one is read back, and nothing else is taken for one."""
+"""Every message is read back, and no other content is accepted as a message."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_changed_message_is_another_one_or_refused(chosen: random.Random) -> N
             content[chosen.randrange(len(content))] = chosen.choice(
                 (chosen.randrange(256), 0x80, 0x81, 0x90, 0xA1, 0xC0, 0xC4)
             )
-        with contextlib.suppress(ValueError):  # it is no message any more
+        with contextlib.suppress(ValueError):  # the changed bytes are no message
             found = message_from_bytes(bytes(content))
             assert message_from_bytes(message_to_bytes(found)) == found
 

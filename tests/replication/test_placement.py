@@ -1,4 +1,4 @@
-"""Which ranks keep copies for which: tables, and properties of all small clusters."""
+"""The placement of copies on ranks: tables, and properties of all small clusters."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ Cluster = tuple[int, int, int]
 
 
 def arguments(cluster: Cluster) -> dict[str, int]:
+    """Return a cluster as keyword arguments."""
     return dict(zip(("world_size", "ranks_per_node", "replicas"), cluster, strict=True))
 
 
 def ring_holders(
     global_rank: int, *, world_size: int, ranks_per_node: int, replicas: int
 ) -> tuple[int, ...]:
-    """Return the holders in Gemini's ring strategy, section 4.1: the next nodes, with
-    all nodes in one ring.
+    """Return the holders in Gemini's ring strategy (section 4.1).
+
+    All nodes form one ring, and the next nodes in the ring hold the copies.
     """
     return tuple(
         (global_rank + hop * ranks_per_node) % world_size
@@ -114,8 +116,9 @@ def test_copies_are_on_other_nodes_and_spread_evenly(cluster: Cluster) -> None:
 
 @given(cluster=clusters())
 def test_all_groups_but_the_last_keep_each_others(cluster: Cluster) -> None:
-    """Gemini's mixed strategy, by its words: floor(N / m) - 1 groups of m nodes, and a
-    ring of those that remain.
+    """The groups are those of the text about Gemini's mixed strategy.
+
+    There are floor(N / m) - 1 groups of m nodes, and a ring of the remaining nodes.
     """
     world_size, ranks_per_node, replicas = cluster
     nodes, size = world_size // ranks_per_node, replicas + 1
@@ -140,8 +143,9 @@ def test_all_groups_but_the_last_keep_each_others(cluster: Cluster) -> None:
 
 
 def kept_on(holders_of: Holders, nodes: int, replicas: int) -> list[set[int]]:
-    """Return for each node the nodes with its state, its own included; a rank a
-    node.
+    """Return for each node the nodes that have the node's state, itself included.
+
+    Each node has one rank.
     """
     return [
         {node, *holders_of(node, **arguments((nodes, 1, replicas)))}
@@ -150,7 +154,7 @@ def kept_on(holders_of: Holders, nodes: int, replicas: int) -> list[set[int]]:
 
 
 def num_fatal(kept: Sequence[set[int]], lost: int) -> int:
-    """Return how many sets of `lost` nodes take every copy of some state with them."""
+    """Return the number of sets of `lost` nodes that have all copies of some state."""
     return sum(
         any(on <= set(gone) for on in kept)
         for gone in combinations(range(len(kept)), lost)
@@ -158,8 +162,10 @@ def num_fatal(kept: Sequence[set[int]], lost: int) -> int:
 
 
 def test_the_mixed_strategy_is_near_the_best_there_is() -> None:
-    """Gemini, section 4.1: of the sets of m nodes at most 2m - 3 more are fatal than N
-    / m, the least there can be.
+    """Gemini, section 4.1, bounds the number of fatal sets of m nodes.
+
+    The least possible number is N / m, rounded up. The mixed strategy has at most
+    2m - 3 more.
     """
     for nodes, replicas in [
         pair for pair in product(range(1, 10), range(9)) if pair[1] < pair[0]

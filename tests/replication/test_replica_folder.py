@@ -1,6 +1,4 @@
-"""Memory of copies: what is free is used again, however often, and none is kept beyond
-what was in use at once.
-"""
+"""Free memory of copies is reused, and the total never exceeds the peak in use."""
 
 from __future__ import annotations
 
@@ -110,7 +108,7 @@ def test_no_more_memory_is_kept_than_was_in_use_at_once(
                 contents.pop(key, None)
                 continue
             content = key.encode() * 100 * size
-            # the one that is replaced is there yet
+            # the replaced blob still has its memory
             used_bytes = sum(len(each or b"") for each in contents.values())
             most = max(most, used_bytes + len(content))
             deposit(folder, key, content)

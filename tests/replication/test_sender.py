@@ -1,6 +1,4 @@
-"""Copies over real sockets: what a peer holds is whole or not there, whoever dies and
-whatever the network does.
-"""
+"""Copies over real sockets are whole or absent, whatever process or network fails."""
 
 from __future__ import annotations
 
@@ -62,7 +60,7 @@ CUTS = pytest.mark.parametrize("cut", [False, True], ids=["flipped", "cut"])
 
 
 def assert_is_free(held: BlobFolder, nbytes: int) -> None:
-    """Nothing is held, and the memory that was being filled is that of the next."""
+    """Require that no blob is held, and one buffer of `nbytes` is free for reuse."""
     sizes = [path.stat().st_size for path in (held.path / "buffers").iterdir()]
     assert (held.keys(), sizes) == ([], [nbytes])
 
@@ -70,7 +68,7 @@ def assert_is_free(held: BlobFolder, nbytes: int) -> None:
 SIZES = (None, 0, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 5 * CHUNK_BYTES)
 
 
-# the last one is too large for a message
+# the last header is too large for the message `Found`
 @pytest.mark.parametrize("header", [b"", b"header", bytes(CHUNK_BYTES + 1)])
 @pytest.mark.parametrize("payload_bytes", SIZES)
 def test_a_copy_is_held_and_can_be_had_back(
@@ -106,8 +104,9 @@ def test_only_the_payload_of_a_larger_buffer_is_sent_after_any_header(
 
 
 def test_a_payload_that_changed_after_its_hash_is_not_held(ranks: Ranks) -> None:
-    """The hash is that of its publication: the sender computes none that would fit the
-    change.
+    """The sender sends the hash that was given at the publication.
+
+    A hash that the sender computes would fit the changed payload.
     """
     own = ranks.own(0)
     own.publish(
@@ -163,8 +162,9 @@ def test_forgetting_follows_the_copies_before_it(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("key", ["snapshot-1", "start-2"])
 def test_a_copy_of_nothing_ends_after_all_earlier_ones(ranks: Ranks, key: str) -> None:
-    """A survey waits in this way: a server that computes a state after it would never
-    drop the state.
+    """A survey waits for servers with such a copy.
+
+    A state that a server computes after the survey would never be dropped.
     """
     publish(ranks.own(0), key)
     proxy = ranks.proxy(ranks.serve(1).address)
@@ -178,8 +178,9 @@ def test_a_copy_of_nothing_ends_after_all_earlier_ones(ranks: Ranks, key: str) -
 
 
 def test_a_step_does_not_wait_behind_a_snapshot(ranks: Ranks) -> None:
-    """The cap lets no second chunk of the snapshot pass for hours; every iteration
-    waits for its step.
+    """Every iteration waits for its step.
+
+    Under the cap of this test the second chunk of the snapshot would take hours.
     """
     publish(ranks.own(0), "snapshot-1", FIVE_CHUNKS)
     for key in ("start-2", "step-2"):
@@ -254,7 +255,8 @@ def test_garbage_is_sent_away_and_others_are_served(ranks: Ranks, name: str) -> 
         socket.create_connection(astuple(server.address), WAIT_S) as stranger,
         suppress(OSError),
     ):
-        stranger.sendall(STRANGERS[name])  # it may be sent away before it has said all
+        # the server may close the connection before all bytes are sent
+        stranger.sendall(STRANGERS[name])
         stranger.shutdown(socket.SHUT_WR)
         while stranger.recv(1 << 16):
             pass
@@ -264,6 +266,14 @@ def test_garbage_is_sent_away_and_others_are_served(ranks: Ranks, name: str) -> 
 def refused(
     ranks: Ranks, request: Message, reason: str, *, header_bytes: int = 0
 ) -> None:
+    """Require that the server of rank 1 refuses a request.
+
+    Args:
+        ranks: The ranks.
+        request: The request.
+        reason: Pattern of the refusal's reason.
+        header_bytes: Size of the header that a `Put` announces.
+    """
     link = ranks.link(ranks.serve(1).address)
     link.send(request)
     if isinstance(request, Put):
@@ -306,7 +316,7 @@ def test_a_header_that_is_too_large_is_refused_before_it_comes(ranks: Ranks) -> 
 def test_a_payload_beyond_the_owners_limit_is_refused_before_it_comes(
     ranks: Ranks,
 ) -> None:
-    """The limit holds for each owner, and memory that is free again counts for none."""
+    """Each owner has a limit of its own, and free memory does not count."""
     server = ranks.serve(1, rules=HoldingRules(most_bytes_per_owner=2 * CHUNK_BYTES))
     full, other = (ranks.replicate(rank, server.address) for rank in (0, 2))
     for rank, key, nbytes in (
@@ -329,8 +339,9 @@ def test_a_payload_beyond_the_owners_limit_is_refused_before_it_comes(
 def test_a_size_beyond_the_free_memory_is_refused_untried(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel would fill the file system to the last byte first, and other ranks'
-    snapshots would fail.
+    """The kernel would fill the file system to the last byte before the error.
+
+    Snapshots of other ranks would then fail.
     """
     tried: list[int] = []
     monkeypatch.setattr(
@@ -371,7 +382,7 @@ def test_bytes_that_are_damaged_every_time_fail_the_copy(
     assert cut or len(buffers_of(ranks.held(1, 0))) == 1
 
 
-# from the ticket to the end of the copy
+# from the client's greeting to the end of the copy
 @pytest.mark.parametrize("offset", range(0, 320, 7))
 @CUTS
 def test_a_byte_that_is_damaged_on_the_way_is_sent_again(
@@ -532,7 +543,7 @@ def test_without_having_been_told_of_peers_nothing_is_confirmed(ranks: Ranks) ->
     replicator = Replicator(own, 0, TICKET, may_send=always, deadline_s=WAIT_S)
     with pytest.raises(CheckpointSaveError, match="got no peers yet"):
         copy(replicator, "a")
-    # of a new daemon, after a node was lost: there is nothing to wait for
+    # in a new daemon, after the loss of a node: there are no copies to wait for
     replicator.copy([]).result(WAIT_S)
     replicator.drop(["a"])
     replicator.use_peers([])
@@ -554,12 +565,14 @@ def test_copying_asks_before_every_chunk_and_waits_but_not_for_ever(
 
 
 def reuse(own: BlobFolder, payload: torch.Tensor) -> None:
+    """Withdraw blob `a`, and publish other content in the same memory."""
     own.withdraw("a")
     payload.fill_(0)
     own.publish("a", b"header", payload, payload.numel())
 
 
 def replace(own: BlobFolder, payload: torch.Tensor) -> None:
+    """Withdraw blob `a`, and publish other content in other memory."""
     own.withdraw("a")
     publish(own, "a", bytes(len(FIVE_CHUNKS)))
 

@@ -1,5 +1,7 @@
-"""TLS between nodes: copies as without it, no end without the authority's certificate,
-and errors that name a file.
+"""TLS between nodes: copies, refused ends, and errors that name a file.
+
+Copies are the same as without TLS. An end without a certificate of the authority is
+refused.
 """
 
 from __future__ import annotations
@@ -85,7 +87,7 @@ REFUSED = (
 
 
 def refusal(server: Ticket, client: Ticket, ranks: Ranks) -> str:
-    """Return the reason for which a client gives up a server."""
+    """Return the reason for which a client stops copying to a server."""
     address = ranks.serve(1, ticket=server).address
     publish(ranks.own(0), "a", b"a")
     with pytest.raises(CheckpointSaveError) as refused:
@@ -100,7 +102,7 @@ def test_a_server_of_another_authority_is_refused(
     ranks: Ranks, node0: Ticket, stranger: Authority
 ) -> None:
     server = replace(TICKET, tls=stranger.ends_of("node1"))
-    # a server sends that of its authority, too
+    # a server also sends the certificate of its authority
     reason = "self-signed certificate in certificate chain"
     assert refusal(server, node0, ranks) == REFUSED.format(reason)
 
@@ -112,7 +114,7 @@ def test_a_client_of_another_authority_is_refused(
     stranger: Authority,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It trusts the server, and has a certificate that the server does not trust."""
+    """The client trusts the server, which does not trust the client's certificate."""
     client = replace(TICKET, tls=stranger.ends_of("node0", authority))
     assert refusal(node1, client, ranks) == REFUSED.format("TLSV1_ALERT_UNKNOWN_CA")
     reason = REFUSED.format("unable to get local issuer certificate")
@@ -151,8 +153,9 @@ def test_a_connection_without_a_handshake_ends_in_time(
 
 
 def test_bytes_that_are_decrypted_already_are_readable(authority: Authority) -> None:
-    """The kernel has no bytes any more once TLS has read a record, of which the caller
-    wanted a part only.
+    """TLS reads a whole record, even if the caller wants only a part of the record.
+
+    The kernel then has no more bytes.
     """
     near, far = socket.socketpair()
     ends = authority.ends_of("node0")
@@ -171,7 +174,7 @@ def test_bytes_that_are_decrypted_already_are_readable(authority: Authority) -> 
 
 
 def shake_hands(ends: Sequence[ssl.SSLSocket]) -> None:
-    """Let both ends of a connection shake hands, in one thread."""
+    """Carry out the TLS handshake of both ends, in one thread."""
     waiting = list(ends)
     for end in ends:
         end.setblocking(False)

@@ -1,5 +1,6 @@
-"""Links of the site's pages to files of the repository; `make docs` proves all
-others.
+"""Links of the site's pages to files of the repository.
+
+`make docs` proves all other links.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The summary of an endurance run: each promise that was broken is named."""
+"""The summary of an endurance run names each promise that was broken."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ OTHER_END = Outcome(digest_per_rank=["a", "c"], eval_loss=1.0, losses={1: 2.0})
 
 
 def used(**changes: int) -> Used:
+    """Return the resources of a process, with some changes."""
     return Used(
         **{
             "files": 40,
@@ -28,6 +29,7 @@ def used(**changes: int) -> Used:
 
 
 def sample(zombies: int = 0, memory_files: int = 90, **changes: int) -> Sample:
+    """Return a sample in which the daemon's resources have some changes."""
     by_kind = {kind: used(**changes) if kind == "daemon" else used() for kind in KINDS}
     return Sample(
         by_kind=by_kind, zombies=zombies, memory_files=memory_files, memory_bytes=MIB
@@ -35,6 +37,7 @@ def sample(zombies: int = 0, memory_files: int = 90, **changes: int) -> Sample:
 
 
 def endured(sample_at: Callable[[int], Sample], **changes: Any) -> Endured:
+    """Return a run of 12 faults with a sample for each moment."""
     moments = [
         Moment(faults=number, seconds=2.0 * number, sample=sample_at(number))
         for number in range(12)

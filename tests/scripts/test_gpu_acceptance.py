@@ -1,5 +1,6 @@
-"""The script that accepts a GPU: its stages fit into ten minutes each, and a stage that
-fails is one line.
+"""The script that accepts a GPU: limits of the stages, and the result of a stage.
+
+Each stage fits into ten minutes, and a stage that fails is one line.
 """
 
 from __future__ import annotations

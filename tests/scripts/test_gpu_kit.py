@@ -1,5 +1,6 @@
-"""What can be shown of scripts/gpu without a GPU: its arithmetic, its files, and that
-no step stops another.
+"""Parts of scripts/gpu that can be shown without a GPU.
+
+Covers the arithmetic, the files, and that no step stops another step.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ PTX, ELF = 1, 2
 
 
 def fatbin(*entries: tuple[int, int, bytes]) -> bytes:
-    """Return a fatbin of (kind, architecture, payload), as CUDA's compilers lay it
-    out.
+    """Return a fatbin, in the layout of CUDA's compilers.
+
+    Args:
+        entries: Kind, architecture and payload of each entry.
     """
     body = b""
     for kind, architecture, payload in entries:
@@ -71,8 +74,9 @@ def test_a_thinned_library_keeps_the_code_of_its_gpu_and_its_length(
 
 
 class _Index(http.server.BaseHTTPRequestHandler):
-    """An index with one project, whose second release has another digest than its
-    file.
+    """An index of packages with one project of two releases.
+
+    The digest of the second release is wrong.
     """
 
     def do_GET(self) -> None:
@@ -140,7 +144,7 @@ def test_iterations_count_where_they_lie_wholly_in_a_block() -> None:
 
 @pytest.mark.full
 def test_ranks_of_the_probe_meet_measure_and_lose_one() -> None:
-    # processes: the probe shows how the death of one reaches the others
+    # processes: the probe shows how the death of one process reaches the others
     facts = _json_lines("scripts/gpu/nccl_probe.py", "--cpu", "--ranks", "2")
     statuses = [fact for fact in facts if fact["step"].endswith("statuses")]
     assert [fact["got"] for fact in statuses] == [[0, -9], [0, -9], [0, 0]]
@@ -151,8 +155,8 @@ def test_ranks_of_the_probe_meet_measure_and_lose_one() -> None:
 
 @pytest.mark.full
 def test_a_price_is_measured_by_jobs_in_turns(tmp_path: Path) -> None:
-    # processes: only jobs that are stopped show that their supervisors take a stop for
-    # no fault
+    # processes: only stopped jobs show that their supervisors do not take a stop for a
+    # fault
     options = [
         "--cpu",
         "--rounds",
@@ -182,7 +186,7 @@ def test_a_price_is_measured_by_jobs_in_turns(tmp_path: Path) -> None:
 
 
 def _json_lines(*command: str) -> list[dict[str, Any]]:
-    """Return the lines that a script prints, which must end well."""
+    """Return the lines that a script prints. The script must succeed."""
     ended = subprocess.run(
         [sys.executable, *command], cwd=ROOT, check=True, capture_output=True, text=True
     )
@@ -192,10 +196,19 @@ def _json_lines(*command: str) -> list[dict[str, Any]]:
 def call(
     tmp_path: Path, steps: list[str], *, python: str, total: int = 540
 ) -> tuple[list[str], Path]:
-    """Return the summary of a rehearsal, and the folder that comes back.
+    """Rehearse a device call.
 
-    `python` is a shell script in place of the interpreter. No step lasts for longer
-    than a second of its limit, which a `timeout` in front of the real one writes down.
+    A `timeout` in front of the real one writes the limit of each step into the file
+    `limits`, and ends each step after a second.
+
+    Args:
+        tmp_path: The folder of all files.
+        steps: The steps of the call.
+        python: A shell script in place of the interpreter.
+        total: The limit of all steps, in seconds.
+
+    Returns:
+        The lines of the summary, and the folder that comes back.
     """
     out, path = tmp_path / "out", tmp_path / "bin"
     path.mkdir()
@@ -240,7 +253,7 @@ def test_a_step_that_fails_or_hangs_stops_no_other(tmp_path: Path) -> None:
         "facts: status 0: facts",
         "probe: status 3: lost",
         "register: status 124: ",
-        "ranks4: status 0: ranks4kill",  # through host memory, as NCCL fails
+        "ranks4: status 0: ranks4kill",  # through host memory, because NCCL fails
     ]
     assert (tmp_path / "limits").read_text().split() == ["60", "100", "45", "240"]
     with tarfile.open(out / "logs.tar.gz") as logs:

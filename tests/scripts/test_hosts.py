@@ -1,5 +1,6 @@
-"""Hosts on one machine: plans of commands and, where namespaces can be made, frames
-that reach the mirror.
+"""Hosts on one machine: plans of commands, and frames that reach the mirror.
+
+Frames are tested only where namespaces can be made.
 """
 
 from __future__ import annotations
@@ -137,6 +138,7 @@ def test_a_job_without_enough_hosts_is_refused(
 
 @pytest.fixture
 def two_hosts() -> Iterator[None]:
+    """Make two hosts for a test; skip the test where that is impossible."""
     with hosts_of_one_test():
         reason = hosts.why_impossible() or (
             "there are hosts already" if hosts.is_up() else None
@@ -150,6 +152,7 @@ def two_hosts() -> Iterator[None]:
 
 
 def _inside(namespace: str, program: str) -> subprocess.Popen[str]:
+    """Start a Python program in a network namespace."""
     command = ["ip", "netns", "exec", namespace, sys.executable, "-c", program]
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -186,8 +189,9 @@ def test_the_mirror_port_sees_what_hosts_send_each_other(
 
 @pytest.mark.full
 def test_a_job_on_hosts_ends_with_its_agents(two_hosts: None, tmp_path: Path) -> None:
-    """Each rank writes under which address it reaches the first host; one that fails
-    ends the others.
+    """Each rank writes the address from which the rank reaches the first host.
+
+    A rank that fails ends the other ranks.
     """
     job = tmp_path / "job.py"
     job.write_text(_JOB)

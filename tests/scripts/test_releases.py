@@ -1,5 +1,6 @@
-"""The table of tested releases: one row for each set of releases and tests, and the
-counts of a run.
+"""The table of tested releases, and the counts of a run.
+
+Each set of releases and tests has one row.
 """
 
 from __future__ import annotations
@@ -86,7 +87,5 @@ def test_a_run_that_did_not_end_is_no_row(status: int) -> None:
 
 
 def test_the_page_has_the_table() -> None:
-    """A page without its marks would get the table at its end, and each run another
-    one.
-    """
+    """Without its marks the page would get another table at its end with each run."""
     assert all(PAGE.read_text().count(mark) == 1 for mark in MARKS)

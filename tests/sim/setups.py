@@ -60,7 +60,10 @@ def cluster(**changes: Any) -> ClusterConfig:
 def shape(
     num_layers: int = 8, *, popularity: tuple[float, ...] = (0.25,) * EXPERTS
 ) -> ModelShape:
-    """Layers of a block, a gate and experts; 1000 parameters an expert."""
+    """Return a model whose layers have a block, a gate and experts.
+
+    An expert has 1000 parameters.
+    """
     operators = [(OperatorId(kind=OperatorKind.EMBEDDING), 2000)]
     for layer in range(num_layers):
         operators.append((OperatorId(kind=OperatorKind.BLOCK, layer=layer), 4000))
@@ -112,7 +115,8 @@ def setup(
 
 @cache
 def ckpt(*overrides: str) -> CkptConfig:
-    """Return a policy's settings from command-line overrides, the first of which
-    chooses it.
+    """Return a policy's settings from command-line overrides.
+
+    The first override chooses the policy.
     """
     return compose_settings(overrides).ckpt

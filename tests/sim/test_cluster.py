@@ -1,4 +1,4 @@
-"""Runs under faults: told by hand where they are short, and what has to hold of all."""
+"""Simulated runs under faults: short runs by hand, and properties of all runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from moe_ckpt.types import WARM_UP_ITERS
 from tests.properties import examples
 from tests.sim.setups import ckpt, cluster, job, setup
 
-SETUP = setup()  # 8 ranks, 2 a node, a stage a node; an iteration takes 10 s
+SETUP = setup()  # 8 ranks, 2 on a node; each stage has a node; iterations of 10 s
 NONE = plan_saving(ckpt("ckpt=none"), SETUP)
 GEMINI = plan_saving(
     ckpt("ckpt=gemini", "ckpt.every_iters=4", "ckpt.replicas=1"), SETUP
@@ -68,9 +68,7 @@ def recoveries(outcome: Outcome) -> list[Recovered]:
 
 
 def windows_of(recovered: Recovered) -> list[tuple[range, int, int]]:
-    """Return the stages that roll back, each with the start and the slots of its
-    window.
-    """
+    """Return the stages, the window start and the number of slots of each rollback."""
     assert recovered.plan is not None
     return [
         (each.stages, each.window_start, len(each.states))
@@ -244,7 +242,7 @@ def test_a_restart_goes_on_from_what_was_written_by_then() -> None:
         )
     )
     dense = plan_saving(ckpt("ckpt=dense", "ckpt.every_iters=3"), of)
-    # written from 30 to 34
+    # the checkpoint of iteration 3 is written from 30 s to 34 s
     before, after = (run(dense, [at(at_s)], of=of) for at_s in (33.5, 34.5))
     assert [
         recovered.iteration
@@ -314,8 +312,9 @@ def test_a_snapshot_that_is_not_copied_yet_is_none() -> None:
 def test_a_kill_comes_before_or_after_the_wait_for_a_copy(
     kill: Kill, into_s: float
 ) -> None:
-    """Every fourth iteration is 5 s longer: iteration 5 begins after 45 s, and ends
-    after 60.
+    """Iteration 5 begins after 45 s and ends after 60 s.
+
+    Every fourth iteration, from the first on, takes 5 s longer.
     """
     copy_s = 15.0 - setup().costs.update_s
     of = setup(machines=cluster(whole_copy_bytes_per_s=GEMINI.whole_bytes / copy_s))
@@ -357,8 +356,9 @@ def test_nothing_is_measured_in_the_first_iterations(
 
 
 def test_the_last_iterations_are_measured_and_those_that_run_again() -> None:
-    """Windows begin after 1, 4, 7 and 10 iterations, and a base after recoveries with
-    iterations 12 and 13.
+    """Windows begin after 1, 4, 7 and 10 iterations.
+
+    After the recoveries at iterations 12 and 13, ranks take a base.
     """
     lengths = tuple(0.5 + number / 70 for number in range(40))
     kills = [
@@ -396,8 +396,9 @@ def test_only_the_replay_of_a_stage_by_itself_is_measured(
 
 
 def test_the_first_snapshot_after_a_rollback_has_a_cost_like_others() -> None:
-    """Snapshots begin after 0, 4, 8 and 12 iterations; after a fault in iteration 14
-    after 16, 20 and 24.
+    """Before the fault, snapshots begin after 0, 4, 8 and 12 iterations.
+
+    After the fault in iteration 14, snapshots begin after 16, 20 and 24 iterations.
     """
     kills = [Kill(rank=0, iteration=14), Kill(rank=0, iteration=26)]
     assert [start.num_costs for start in starts(SETUP, kills, GEMINI)] == [0, 2, 4]
@@ -410,8 +411,9 @@ def test_the_first_snapshot_after_a_rollback_has_a_cost_like_others() -> None:
 def test_measurements_are_lost_with_the_last_process(
     scope: str, num_ranks: int, recent: tuple[float, ...]
 ) -> None:
-    """Without copies on other nodes the loss of one makes the job begin anew, with new
-    processes.
+    """Without copies on other nodes, a lost node makes the job begin anew.
+
+    All processes are then new.
     """
     saving = plan_saving(
         ckpt("ckpt=gemini", "ckpt.every_iters=4", "ckpt.replicas=0"), SETUP
@@ -426,7 +428,7 @@ def test_measurements_are_lost_with_the_last_process(
 
 
 def test_at_an_even_pace_one_iteration_stands_for_all_that_were_measured() -> None:
-    """Also once iterations of other lengths are forgotten."""
+    """The rule also holds once iterations of other lengths are forgotten."""
     kills = [Kill(rank=0, iteration=number, phase="forward") for number in (20, 36)]
     for of in (SETUP, replace(SETUP, pace=Pace([0.7, 1.1, 0.3] * 4))):
         last = starts(of, kills)[-1]
@@ -434,8 +436,9 @@ def test_at_an_even_pace_one_iteration_stands_for_all_that_were_measured() -> No
 
 
 def test_all_go_on_from_the_snapshot_to_which_they_went_back() -> None:
-    """A snapshot every fourth iteration adds 5 s: after 45 s the second one is being
-    copied, and is kept after 60 s.
+    """The second snapshot is copied from 45 s on, and is kept after 60 s.
+
+    A snapshot every fourth iteration adds 5 s.
     """
     of = setup(machines=cluster(whole_copy_bytes_per_s=GEMINI.whole_bytes / 15.0))
     saving = plan_saving(ckpt("ckpt=gemini", "ckpt.every_iters=4"), of)
@@ -457,8 +460,10 @@ SLOW_PEERS = setup(
 
 
 def slow_peers(*overrides: str) -> Saving:
-    """Snapshots after 4 and 8 iterations: one is in host memory with the next
-    iteration, and with peers 12 s later.
+    """Return a policy whose snapshots, after 4 and 8 iterations, reach peers late.
+
+    A snapshot is in host memory at the end of the next iteration, and at peers 12 s
+    later.
     """
     return plan_saving(
         ckpt("ckpt=gemini", "ckpt.every_iters=4", *overrides), SLOW_PEERS
@@ -472,8 +477,9 @@ def slow_peers(*overrides: str) -> Saving:
 def test_all_take_a_snapshot_again_that_peers_do_not_hold(
     replicas: int, iteration: int, is_kept: bool
 ) -> None:
-    """A fault comes 12 s, 22 s or 32 s after the state of iteration 4, and ranks meet 3
-    s later.
+    """The fault comes 12 s, 22 s or 32 s after the state of iteration 4.
+
+    Ranks meet 3 s after the fault.
     """
     saving = slow_peers(f"ckpt.replicas={replicas}")
     _, again = starts(
@@ -553,8 +559,8 @@ def test_after_a_recovery_windows_begin_with_a_new_base() -> None:
 def test_the_store_serves_ranks_that_enter_a_generation_one_by_one() -> None:
     of = replace(SETUP, cluster=replace(SETUP.cluster, store_operation_s=0.01))
     (recovered,) = recoveries(run(LOCAL, [at(95.0, rank=4)], of=of))
-    # of each of eight ranks: ten to enter, and for two groups ten each, and ten for
-    # their first operations
+    # operations of each of the eight ranks: 10 to enter the generation, and for each of
+    # two groups 10 to form the group and 10 to use the group first
     assert recovered.rebuild_s == pytest.approx(2.0 + 50 * 8 * 0.01)
 
 
@@ -565,7 +571,7 @@ def test_stages_that_were_on_their_way_back_have_no_state() -> None:
     alone = recoveries(run(no_logs, [at(85.0)]))[0]
     replaying_s = alone.since_s + alone.detect_s + alone.rebuild_s + 1.0
     (recovered,) = recoveries(run(no_logs, [at(85.0), at(replaying_s)]))
-    # nobody is at 8 any more: the window leads to 6
+    # no rank is at iteration 8 any more, and the window leads to iteration 6
     assert (alone.iteration, recovered.iteration) == (8, 6)
 
 
@@ -699,7 +705,7 @@ def test_a_kill_in_a_recovery_comes_within_it() -> None:
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "reduce", "step"])
 def test_a_phase_of_a_short_iteration_is_within_it(phase: str) -> None:
-    """Iteration 5 takes 2 s, after four of 2 s."""
+    """Iteration 5 takes 2 s, as does each of the four iterations before."""
     of = replace(SETUP, pace=Pace([0.2] * 8))
     (recovered,) = recoveries(
         run(NONE, [Kill(rank=0, iteration=5, phase=phase)], of=of)
@@ -709,8 +715,9 @@ def test_a_phase_of_a_short_iteration_is_within_it(phase: str) -> None:
 
 
 def test_iterations_take_their_own_time_also_when_they_run_again() -> None:
-    """The first eight take half of 10 s. Of them the stage's replay runs one, and one
-    of the usual length.
+    """Each of the first eight iterations takes 5 s, and all others take 10 s.
+
+    The stage's replay runs one iteration of each length.
     """
     of = replace(SETUP, pace=Pace([0.5] * 8))
     assert run(NONE, of=of, duration_s=50.0).iterations == 9
@@ -724,8 +731,9 @@ def test_iterations_take_their_own_time_also_when_they_run_again() -> None:
 
 
 def test_iterations_that_run_again_are_faster_in_processes_that_live_on() -> None:
-    """Faults come after 12 iterations, and after two of them have run again, in 8 s and
-    not 10 s each.
+    """Faults come after 12 iterations, and after two iterations have run again.
+
+    An iteration that runs again takes 8 s instead of 10 s.
     """
     of = setup(machines=cluster(rerun_ratio=0.8, restart_s=3.0))
     kills = [
@@ -758,8 +766,10 @@ def test_iterations_that_run_again_are_faster_in_processes_that_live_on() -> Non
 
 
 def test_ranks_that_replay_do_not_take_the_time_to_resume_as_well() -> None:
-    """The ratio of reruns has the start of a replay; ranks that only go back need 5 s
-    until they train as before.
+    """`rerun_ratio` already contains the start of a replay.
+
+    Ranks that go back without a replay need `resume_s`, 5 s here, until training is as
+    fast as before.
     """
     of = setup(machines=cluster(resume_s=5.0))
     seconds = [
@@ -790,7 +800,7 @@ def test_partial_snapshots_lose_tokens_and_grow_when_they_lose_too_many() -> Non
 
 def lost_iters(recovered: Recovered) -> float:
     assert recovered.lost is not None
-    tokens = 16 * 8 * 2  # of a layer in an iteration
+    tokens = 16 * 8 * 2  # of a layer in an iteration: sequences, length, top-k
     return float(
         np.mean([of_stage.sum(axis=1) / tokens for of_stage in recovered.lost.by_stage])
     )

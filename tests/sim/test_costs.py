@@ -1,6 +1,4 @@
-"""Seconds of iterations, replays and copies: worked numbers, and what has to hold of
-any.
-"""
+"""Seconds of iterations, replays and copies: worked numbers and properties."""
 
 from __future__ import annotations
 
@@ -116,7 +114,7 @@ def test_a_stage_alone_waits_for_its_neighbours_logs() -> None:
         TimingConfig(iteration_s=10.0, interleave=1),
     )
     fixed = costs.sync_s + costs.update_s
-    received_s = of.boundary_log_bytes(1) / 50.0  # a node's two ranks share its network
+    received_s = of.boundary_log_bytes(1) / 50.0  # two ranks share a node's network
     assert costs.replay_s(range(1, 2), 1.0) == pytest.approx(
         costs.pipeline_s(range(1, 2)) + fixed + received_s
     )
@@ -134,10 +132,10 @@ def test_a_stage_alone_waits_for_its_neighbours_logs() -> None:
             (1.0, 1.0, 0.1, 0.1),
             (5.0, 5.0, 0.0, 3.0),
         ),
-        # the update is late by 3 s, of which 0.2 s are a slower iteration
+        # the update is 3 s late; 0.2 s of that come from the slower iteration
         (5.0, 5.0, 0.1, 3.0),
-        (5.0, 2.1, 0.1, 0.5),  # it goes on after the update
-        (5.0, 3.0, 0.1, 1.2),  # which waited for 1 s
+        (5.0, 2.1, 0.1, 0.5),  # the copy goes on after the update
+        (5.0, 3.0, 0.1, 1.2),  # and the update waited for 1 s
     ],
 )
 def test_what_does_not_fit_into_an_iteration_of_2_s_stalls(

@@ -1,6 +1,4 @@
-"""Simulated runs log what real ones do, and what is logged adds up to what was
-simulated.
-"""
+"""Simulated runs log the events of real runs, and events add up to the simulation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stretch of training: when iterations end, and what is kept by then."""
+"""A stretch of training: the ends of iterations, and the windows kept by then."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_moment_is_after_what_was_done_and_before_the_next(at_s: float) -> Non
 
 
 def test_a_window_is_kept_when_the_iteration_after_it_is_done() -> None:
-    """Or as soon as the gradients of that iteration are there."""
+    """The window is kept even sooner: once that iteration has complete gradients."""
     moments = [
         *map(after, (0, 1, 3, 4, 6, 7)),
         Moment(iterations=3, into_s=9.9, ready=True),
@@ -111,8 +111,9 @@ def test_several_windows_are_kept_and_those_from_before_until_then() -> None:
 
 
 def test_a_snapshot_that_is_taken_again_replaces_the_one_from_before() -> None:
-    """Servers begin with the state that was carried: ranks hold it once, also before
-    they have agreed on it.
+    """Servers begin with the carried state, which ranks hold only once.
+
+    That holds even before all ranks have agreed on the new snapshot.
     """
     of = setup()
     saving = plan_saving(ckpt("ckpt=flowcheck", "ckpt.replicas=1"), of)

@@ -1,4 +1,4 @@
-"""Constants of a cluster: what cannot be is named, and collectives are affine."""
+"""Constants of a cluster: impossible values are named, and collectives are affine."""
 
 from __future__ import annotations
 

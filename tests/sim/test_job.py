@@ -1,5 +1,6 @@
-"""How a model lies on ranks: every byte once, layers in order, and what does not divide
-is named.
+"""The placement of a model on ranks: every byte once, layers in order.
+
+Errors name sizes that do not divide.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ def test_all_ranks_together_have_every_byte_once() -> None:
     of = job(pp=2, dp=4, ep=2, batch=BATCH)
     total = 0
     for profile in of.profiles:
-        # rows: kinds of ranks, of which there are dp / ep each
+        # a row stands for dp / ep = 2 equal ranks
         assert profile.table.full_bytes.shape[0] == 2
         total += int(profile.table.full_bytes.sum()) * 4 // 2
-    # rounded up, rank by rank
+    # rel: bytes are rounded up, rank by rank
     assert total == pytest.approx(12 * int(of.shape.parameters.sum()), rel=1e-3)
     assert int(of.whole_profile().table.full_bytes.sum()) == 12 * int(
         of.shape.parameters.sum()

@@ -38,7 +38,7 @@ def test_an_iteration_is_the_median_of_recent_ones() -> None:
 def test_costs_are_those_of_windows_that_others_follow(
     age_iters: int | None, num_costs: list[int]
 ) -> None:
-    """The first snapshot of ranks that keep none does not count."""
+    """A base, the first snapshot of ranks that keep no window, does not count."""
     begin = GenerationStart(
         recent=(1.0,), num_costs=1, kept_age_iters=age_iters, kept_slots=3
     )

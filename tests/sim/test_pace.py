@@ -1,4 +1,4 @@
-"""The lengths of single iterations beside the mean."""
+"""The lengths of single iterations, relative to the mean."""
 
 from __future__ import annotations
 

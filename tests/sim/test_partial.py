@@ -1,5 +1,6 @@
-"""Partial snapshots: what the real policies choose in a simulated run, how old experts
-are, and what a fault loses.
+"""Partial snapshots of a simulated run: choices, age of experts, tokens lost to faults.
+
+The choices are those of the real policies.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from moe_ckpt.sim.units import go_back
 from moe_ckpt.types import Measured
 from tests.sim.setups import EXPERTS, ckpt, cluster, job, setup, shape
 
-# 4 stages of 2 ranks, a node each; 2 layers of 4 experts a stage, two experts on each
-# rank
+# 4 stages of 2 ranks, each stage on a node of its own; each stage has 2 layers of 4
+# experts, and each rank has two experts of a layer
 SETUP = setup()
 MOC = ("ckpt=moc", "ckpt.k_snapshot=2")
 MOETION = ("ckpt=moetion", "ckpt.experts=2", "ckpt.remote_experts=1")
@@ -90,7 +91,7 @@ def test_who_keeps_memory_loses_what_was_not_in_the_newest_snapshot() -> None:
     found = go_back(SETUP, saving, [kept(epoch, 11)], kept(epoch, 8), lost_memory())
     assert found is not None
     assert found.iteration == 11
-    tokens = partial.tokens.by_expert[0]  # all alike
+    tokens = partial.tokens.by_expert[0]  # all experts are equally popular
     assert [of_stage.sum(axis=1).tolist() for of_stage in lost_by(found).by_stage] == [
         [2 * tokens] * 2
     ] * 4
@@ -135,7 +136,7 @@ def test_snapshots_grow_by_the_policys_own_rule() -> None:
     _, partial, epoch = told("ckpt=moc", "ckpt.k_snapshot=1", "ckpt.plt_limit=0.02")
     facts, tokens = epoch.account.facts, 1000 * partial.tokens.an_iteration * 2
     assert facts[0] == 1.0
-    # of two doublings each may cost 0.01
+    # two doublings share plt_limit=0.02: each may cost 0.01
     little, much = (
         Account(lost=np.full(8, share * tokens).astype(np.int64), facts=facts)
         for share in (0.009, 0.011)

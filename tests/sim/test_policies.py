@@ -1,5 +1,6 @@
-"""What each policy costs in a setup: bytes, stalls, intervals, memory; one entry a
-policy.
+"""The costs of each policy in a setup: bytes, stalls, intervals, memory.
+
+Every policy has an entry in the simulator's table of policies.
 """
 
 from __future__ import annotations
@@ -111,8 +112,9 @@ def test_a_slow_disk_makes_checkfreq_wait_for_what_is_being_written() -> None:
 
 @pytest.mark.parametrize("share", ["rank", "job"])
 def test_a_window_is_the_one_that_loses_the_least_time(share: str) -> None:
-    """Its slots are small enough to cause no stall where faults are frequent; rare
-    faults make long pauses.
+    """Where faults are frequent, slots are small enough to cause no stall.
+
+    Where faults are rare, pauses are long.
     """
     rate = 6000.0 if share == "rank" else 20_000.0
     of = setup(
@@ -133,7 +135,7 @@ def test_a_window_is_the_one_that_loses_the_least_time(share: str) -> None:
     for saving in (often, rarely):
         choice = saving.settled.repeat[0].choice
         assert isinstance(choice, WindowChoice)
-        # of the largest stage alone
+        # rel: the simulated overhead is that of the largest stage alone
         assert choice.snapshot_share == pytest.approx(saving.overhead_s / 10.0, rel=0.2)
 
 
@@ -182,10 +184,11 @@ def test_a_window_begins_once_peers_have_the_base() -> None:
 
 
 def test_a_replay_counts_as_an_iteration_until_one_was_measured() -> None:
-    """On processors that all stages share a stage alone replays in less: then windows
-    are rarer.
+    """On processors that all stages share, a stage alone replays faster.
+
+    Windows are rarer once such a replay was measured.
     """
-    # two iterations for everything
+    # a copy of the whole state takes two iterations
     copy_bytes_per_s = plan_saving(ckpt("ckpt=gemini"), setup()).whole_bytes / 20.0
     rates = {
         "copy_bytes_per_s": copy_bytes_per_s,
@@ -202,8 +205,13 @@ def test_a_replay_counts_as_an_iteration_until_one_was_measured() -> None:
 
 
 def kept(saving: Saving, age_iters: int, num_slots: int) -> SnapshotPattern:
-    """Return the snapshots of ranks that keep a window which began so many iterations
-    before.
+    """Return the snapshots of a generation whose ranks keep a window at the start.
+
+    Args:
+        saving: The policy.
+        age_iters: Iterations from the start of the window to the start of the
+            generation.
+        num_slots: Slots of the window.
     """
     return saving.pattern(
         replace(SETTLED, kept_age_iters=age_iters, kept_slots=num_slots)
@@ -211,8 +219,9 @@ def kept(saving: Saving, age_iters: int, num_slots: int) -> SnapshotPattern:
 
 
 def test_an_interval_follows_the_iterations_that_were_just_run() -> None:
-    """A snapshot's time is three iterations of the mean length; iterations get half and
-    then twice as long.
+    """A snapshot takes as long as three iterations of the mean length.
+
+    Iterations first take half of the mean, then twice the mean.
     """
     whole_bytes, update_s = (
         plan_saving(ckpt("ckpt=gemini"), setup()).whole_bytes,
@@ -243,7 +252,7 @@ def test_an_interval_follows_the_iterations_that_were_just_run() -> None:
 
 
 def test_a_cost_is_predicted_until_enough_snapshots_were_measured() -> None:
-    """Copies that fit into an iteration slow training all the same."""
+    """Copies that fit into an iteration still slow training."""
     of = setup(machines=cluster(interference=0.5, take_s=1.0))
     saving = plan_saving(ckpt("ckpt=gemini", "ckpt.mtbf_s=1000"), of)
     choices = [
@@ -344,7 +353,7 @@ def test_a_partial_snapshot_is_all_but_some_experts() -> None:
         saving = plan_saving(ckpt("ckpt=moc", f"ckpt.k_snapshot={count}"), of)
         return max(snapshot.size_bytes for snapshot in saving.settled.repeat)
 
-    expert_bytes = 12 * 1000 * 2 * EXPERTS / 2  # of two layers, on two ranks
+    expert_bytes = 12 * 1000 * 2 * EXPERTS / 2  # of two layers, spread over two ranks
     for count in (2, 4):  # MoC, equation 6
         assert size_bytes(count) == size_bytes(4) - expert_bytes * (1 - count / 4)
 
@@ -394,7 +403,7 @@ def test_mirrored_gradients_take_no_time_unless_experts_have_no_traffic(
     of = setup(machines=SLOW, of=job(ep=ep))
     saving = plan_saving(ckpt("ckpt=flowcheck", *MIRROR), of)
     (snapshot,) = saving.settled.repeat
-    experts = 12 * 1000 * 2 * EXPERTS / 2  # of two layers, on two ranks
+    experts = 12 * 1000 * 2 * EXPERTS / 2  # of two layers, spread over two ranks
     assert snapshot.size_bytes == (experts / 3 if ep == 2 else 0)
     assert saving.overhead_s == pytest.approx(
         snapshot.size_bytes / SLOW.whole_copy_bytes_per_s, abs=1e-6
@@ -411,8 +420,8 @@ def test_each_rank_steps_its_whole_state_where_gradients_are_mirrored() -> None:
     )
     assert mirrored.whole_bytes == tapped.whole_bytes, "a rank saves its share"
     state_bytes = 2 * tapped.whole_bytes  # of two data-parallel ranks
-    update_s = 2 * (state_bytes - tapped.whole_bytes) / 1e6  # read and written
-    # gradients in place of weights, half of them on each
+    update_s = 2 * (state_bytes - tapped.whole_bytes) / 1e6  # 2: read and written
+    # ranks gather gradients instead of weights, and each rank has half of the gradients
     gathered_s = (4 - 2) * state_bytes / 12 / 2 / 5e5
     assert mirrored.overhead_s == pytest.approx(update_s + gathered_s)
     small = setup(machines=cluster(gpu_memory_bytes=2 * state_bytes), of=job(ep=1))
@@ -446,8 +455,9 @@ def test_servers_on_processors_that_are_too_slow_keep_training_waiting() -> None
 
 @pytest.mark.parametrize("captures", [2, 3])
 def test_an_iteration_that_captures_lack_costs_a_snapshot(captures: int) -> None:
-    """Of four ranks two or three are captured: half of the packets, or three quarters,
-    are in one capture less.
+    """With two of four captured ranks, half of the packets are in one capture less.
+
+    With three captured ranks, three quarters of the packets are in one capture less.
     """
     machines = cluster(whole_copy_bytes_per_s=100.0)
     of, settings = (
@@ -456,7 +466,7 @@ def test_an_iteration_that_captures_lack_costs_a_snapshot(captures: int) -> None
     )
     perfect = plan_saving(ckpt("ckpt=flowcheck", *settings), of)
     lossy = plan_saving(ckpt("ckpt=flowcheck", *settings, "ckpt.capture_loss=1e-3"), of)
-    packets = 2 * 4 * of.job.shape.parameters.sum() / 1448  # to two servers
+    packets = 2 * 4 * of.job.shape.parameters.sum() / 1448  # 4 bytes, two servers
     share = failure_probability(packets=packets, ranks=4, captures=captures, loss=1e-3)
     assert share == pytest.approx(
         packets * captures / 4 * 1e-3 ** (captures - 1), rel=0.2
@@ -495,8 +505,9 @@ OFTEN = {
 
 @pytest.mark.parametrize("policy", OFTEN)
 def test_a_capped_copy_begins_with_a_burst(policy: str) -> None:
-    """Of a rank's cap, in iterations of 1 s, and at the rate of a link that is as
-    slow.
+    """A capped copy stalls `BURST_S` less than a copy on a link as slow as the cap.
+
+    The cap is that of a rank, and iterations take 1 s.
     """
     stalls_s = []
     for caps, rate in (((f"ckpt.max_bytes_per_s.host={CAP}",), 1e9), ((), CAP)):

@@ -1,5 +1,6 @@
-"""Plans of a simulation are those that the real run would make; telling of equal ranks
-once changes nothing.
+"""Plans of a simulation are the plans that the real run would make.
+
+The simulation lists equal ranks once, which does not change the plan.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tests.sim.setups import ckpt, cluster, job, setup
 NOBODY: frozenset[int] = frozenset()
 KEPT = (Kept(start=6, end=8),)
 REACHED = 10
-# 16 ranks, 2 a node, 2 nodes a stage
+# 16 ranks, 2 on each node, 2 nodes for each stage
 SETUP = setup(of=job(pp=4, dp=4, ep=2), machines=cluster(nodes=8))
 
 
@@ -51,7 +52,7 @@ def losses(
 
 
 def of_all_ranks(lost: Losses, window: Kept) -> list[Inventory]:
-    """Return what each of the 16 ranks would tell in a real run."""
+    """Return the inventory that each of the 16 ranks would send in a real run."""
     ref = WindowRef(
         start=window.start, num_slots=window.num_slots, steps_to=REACHED, cut=""
     )

@@ -1,4 +1,4 @@
-"""Popularity as uneven as is asked for."""
+"""Drawn popularities have the skewness that was requested."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from moe_ckpt.sim.skew import skewed_popularity
 
 
 def skewness_of(popularity: np.ndarray) -> float:
-    """Return the normalized Herfindahl-Hirschman index of shares: (sum p^2 - 1 / E) /
-    (1 - 1 / E).
+    """Return the normalized Herfindahl-Hirschman index of shares.
+
+    The index is (sum p^2 - 1 / E) / (1 - 1 / E).
     """
     even = 1 / len(popularity)
     return float(((popularity**2).sum() - even) / (1 - even))

@@ -1,4 +1,4 @@
-"""What a policy does is counted as if it were asked for every iteration."""
+"""A pattern has the snapshots of a policy that is asked at every iteration."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_no_state_is_taken_twice_but_for_disks(overrides: Sequence[str]) -> None
     offsets = [[snapshot.offset for snapshot in of_start] for of_start in takes]
     assert offsets[0][0] == 0
     assert (offsets[1][0] == 0) == takes[0][0].to_disk
-    if overrides != ("ckpt=moevement",):  # whose windows follow the kept one
+    if overrides != ("ckpt=moevement",):  # windows continue after the kept window
         assert offsets[1] == (offsets[0] if takes[0][0].to_disk else offsets[0][1:])
         assert offsets[2] == offsets[3] == offsets[0], (
             "windows lead to this state, none is it"
@@ -158,7 +158,7 @@ def test_no_state_is_taken_twice_but_for_disks(overrides: Sequence[str]) -> None
 
 @st.composite
 def patterns(draw: st.DrawFn) -> SnapshotPattern:
-    """A window of any length at first, then a period of windows."""
+    """Draw up to two windows at the start, then a period of one to three windows."""
 
     def windows(offset: int, lengths: list[int]) -> list[PlannedSnapshot]:
         snapshots = []

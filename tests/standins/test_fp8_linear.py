@@ -1,5 +1,6 @@
-"""FP8 linear layers on a CPU: which values are rounded, and that stored weights give
-the same forward pass.
+"""FP8 linear layers on a CPU: which values are rounded, and stored weights.
+
+Weights that were stored and read give the same forward pass.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The CPU stand-in, and every Megatron-Core and PyTorch name that this project relies
-on beyond documented ones.
+"""The CPU stand-in, and the undocumented Megatron-Core names that this project uses.
 
-An upgrade that moves a seam fails here first, by name.
+An upgrade that moves such a name (a seam) fails here first, with the name.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ SEAMS = {
         " expert_model_parallel_size create_gloo_process_groups"
     ),
 }
-"""The parameters that we give, by name in Megatron-Core."""
+"""Names of the parameters that this project passes, by name in Megatron-Core."""
 
 
 @pytest.mark.parametrize(("name", "parameters"), SEAMS.items(), ids=SEAMS.keys())

@@ -1,5 +1,6 @@
-"""Grouped experts: where a block's specification has them, in the forms of
-megatron-core 0.16 and of later versions.
+"""Grouped experts replace sequential experts in a block's specification.
+
+The specifications have the forms of megatron-core 0.16 and of later versions.
 """
 
 from __future__ import annotations

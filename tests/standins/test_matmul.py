@@ -1,5 +1,6 @@
-"""Products of narrow formats, computed in float32, are the nearest numbers to the exact
-ones; others do not change.
+"""Products of narrow formats, computed in float32, are nearest to exact products.
+
+Products of other formats do not change.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The reference of FusedAdam: its arithmetic is AdamW's, and what it stores can be put
-back bit for bit.
+"""The CPU reference of FusedAdam has the arithmetic of AdamW.
+
+Stored states can be put back bit for bit.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ FORMATS = {
 
 
 KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-"""The reference, and what it stands for: FusedAdam of Transformer Engine."""
+"""The CPU reference, and the original: FusedAdam of Transformer Engine."""
 
 
 def made(name: str, kind: str = "cpu") -> PrecisionAwareAdam:
@@ -120,7 +121,7 @@ def test_fp32_states_give_the_weights_of_torchs_adam(decoupled: bool) -> None:
         ours.grad, theirs.grad = gradient, gradient.clone()
         adam.step()
         reference.step()
-    # FP32, in another order
+    # FP32, with another order of operations
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
@@ -194,8 +195,9 @@ def test_a_weight_and_its_remainder_are_the_fp32_master() -> None:
 
 @pytest.mark.parametrize("dtype", [FP16, E4M3])
 def test_zeros_stay_zeros(dtype: torch.dtype) -> None:
-    """FusedAdam divides by the scale of zeros; an expert without tokens in its first
-    step would become NaN.
+    """FusedAdam divides by the scale of zeros.
+
+    With such a division, an expert without tokens in its first step would become NaN.
     """
     payload, scale = torch.ones(16).to(dtype), torch.full((1,), 3.0)
     encode(torch.zeros(16), payload, scale)
@@ -264,7 +266,8 @@ def _masters_of_other_weights() -> None:
 
 
 def test_masters_are_of_the_weights_that_a_run_starts_with() -> None:
-    """A broadcast or a load of weights follows after masters were allocated, and
-    Megatron renews none.
+    """Weights are broadcast or loaded after masters were allocated.
+
+    Megatron does not renew the masters.
     """
     run_ranks(1, _masters_of_other_weights)

@@ -1,5 +1,6 @@
-"""Accounting: parts tile a rank's time exactly, whatever its events are, and mean what
-they say.
+"""Accounting: parts tile a rank's time exactly, whatever its events are.
+
+Each part has the time that its name says.
 """
 
 from __future__ import annotations
@@ -52,9 +53,7 @@ def recovered(iteration: int, seconds: float = 0.2) -> StageRecovered:
 
 
 def ms(folder: Path, events: list[Timed], end_s: float) -> dict[str, float]:
-    """Return the parts of a rank's time in milliseconds, without those that there are
-    none of.
-    """
+    """Return the parts of a rank's time in milliseconds, without empty parts."""
     totals_us = account(log_of(folder, events), round(end_s * 1e6)).totals_us()
     assert sum(totals_us.values()) == round(end_s * 1e6)
     return {part.label: us / 1000 for part, us in totals_us.items() if us}

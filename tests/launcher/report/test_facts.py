@@ -1,6 +1,4 @@
-"""What is said of a run: totals, recoveries, series over ranks and times, and the
-sentence that sums up.
-"""
+"""Facts about a run: totals, recoveries, series over ranks and time, and a headline."""
 
 from __future__ import annotations
 

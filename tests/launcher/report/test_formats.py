@@ -1,4 +1,4 @@
-"""Markdown, JSON, the timeline, and the command that writes them all."""
+"""Formats of a report: Markdown, JSON and timeline, and the command for them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_json_of_a_recovery(tmp_path: Path) -> None:
 
 
 def slices_of(facts: list[Facts]) -> dict[tuple[int, str], list[dict[str, Any]]]:
-    """Return what is in each lane of each process, in order of time."""
+    """Return the slices in each lane of each process, in order of time."""
     events = json.loads(to_trace(facts))["traceEvents"]
     lanes = {
         (each["pid"], each["tid"]): each["args"]["name"]

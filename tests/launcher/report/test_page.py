@@ -1,7 +1,7 @@
-"""The page in a real browser, as a person meets it: drawn whole, without complaints,
-sorted, hovered over, small, dark.
+"""The page of a report in a real browser: drawn whole, without errors or requests.
 
-Screenshots are kept in artefacts/.
+The tests sort and hover, and use a small screen and the dark theme. Screenshots are
+kept in artefacts/.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Facts]:
 
 
 def _again(path: Path) -> str:
-    """Return another recovery, in which nobody replays."""
+    """Return the line of another recovery, in which no rank replays."""
     (rejoined,) = (
         json.loads(line)
         for line in path.read_text().splitlines()
@@ -64,7 +64,7 @@ def browser() -> Iterator[Browser]:
 
 
 class Seen:
-    """A page that was opened, and what it complained of or asked the network for."""
+    """An opened page, with its console messages, errors and requests to the network."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Seen:
 def seen(
     browser: Browser, runs: list[Facts], tmp_path_factory: pytest.TempPathFactory
 ) -> Seen:
-    """Return the page of both runs; each test leaves it as good as it was."""
+    """Return the page of both runs; each test leaves the page as found."""
     return Seen(browser, to_html(runs), tmp_path_factory.mktemp("page"))
 
 
@@ -148,7 +148,7 @@ def test_themes_color_what_is_drawn(seen: Seen) -> None:
 def test_the_table_of_recoveries_has_room(
     browser: Browser, runs: list[Facts], tmp_path: Path
 ) -> None:
-    """At 1280 pixels no column of a run's own page is beyond the edge."""
+    """At 1280 pixels, no column of a run's own page is beyond the edge."""
     alone = Seen(browser, to_html(runs[:1]), tmp_path)
     inside, there = alone.page.evaluate(
         "(e => [e.scrollWidth,"
@@ -207,7 +207,7 @@ def test_words_and_points_explain_themselves(seen: Seen) -> None:
     assert "effective training time ratio" in seen.page.locator("#tip").inner_text()
     bar = seen.page.locator("#plot-time .bars path").first
     bar.scroll_into_view_if_needed()
-    bar.hover(force=True)  # what takes the pointer lies above it
+    bar.hover(force=True)  # another element above the bar takes the pointer
     hover = seen.page.locator("#plot-time .hoverlayer .hovertext")
     hover.first.wait_for()
     assert re.fullmatch(

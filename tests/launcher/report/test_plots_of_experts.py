@@ -1,4 +1,4 @@
-"""What plots of experts show is what events tell."""
+"""Plots of experts show the values of events."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Reading: what is in a folder is found, and what is missing, damaged or of another
-version is said, not raised.
+"""Reading a run folder: missing and damaged data are listed, not raised.
+
+Data of another version are listed, too.
 """
 
 from __future__ import annotations

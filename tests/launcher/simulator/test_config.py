@@ -1,6 +1,4 @@
-"""Settings of a simulation: every choice composes, degrees fit a cluster, and every
-mistake is named.
-"""
+"""Settings of a simulation: choices compose, degrees fit, and errors name keys."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from moe_ckpt.types import ParallelLayout
 from tests.launcher.errors import error_of
 
 CHOICES = {
-    # by `make profile`
+    # `make profile` writes `measured`
     group: {path.stem for path in (CONF_DIR / group).glob("*.yaml")} - {"measured"}
     for group in ("cluster", "experiment")
 }

@@ -1,4 +1,4 @@
-"""What faults cost a run, from its events: restarts and recoveries alike."""
+"""The costs of faults in a run, from its events: of restarts and of recoveries."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from tests.report_runs import committed, rejoined
 
 
 def second(iteration: int, *, stall_s: float = 0.0) -> IterationCommitted:
-    """An iteration of a second, beside the stall in it."""
+    """Return the commit of an iteration of 1 s, with a stall in addition."""
     return committed(iteration, seconds=1.0 + stall_s, stall_s=stall_s)
 
 
@@ -108,9 +108,11 @@ def test_a_restart_costs_without_a_recovery() -> None:
 @pytest.mark.parametrize(
     ("told", "stall_s", "resume_s"),
     [
-        # 0.25 and 0.5, and two iterations take a second longer than two do
+        # fetch takes 0.25 s, replay 0.5 s, and two iterations take 1 s longer than
+        # before
         (back(0.1, 0.2), 0.0, "1.75"),
-        # half of that second is a snapshot's, which its sizes and rates tell
+        # half of that second is the stall of a snapshot, which sizes and rates
+        # determine
         (back(0.1, 0.2), 0.5, "1.25"),
         (back(0.1, 0.2, fetched_bytes=1), 0.0, None),
         (back(0.1, 0.2, executed_iters=1), 0.0, None),
@@ -211,7 +213,7 @@ def test_a_fault_comes_as_long_after_its_iteration_began_as_in_the_run() -> None
 
 
 def test_faults_outside_what_is_measured_are_left_out() -> None:
-    """Iteration 1 ends at 1 s, iteration 3 in generation 2."""
+    """Iteration 1 ends at 1 s, and iteration 3 ends in generation 2."""
     told = [
         (1.0, second(1)),
         (2.5, rejoined(1, generation=2)),
@@ -257,8 +259,9 @@ def test_an_ordered_fault_counts_whenever_it_was_told() -> None:
 
 
 def test_orders_come_in_the_order_of_their_points() -> None:
-    """Workers are told at the start, in any order; the last one is told again as it
-    lives anew.
+    """Workers get their orders at the start, in any order.
+
+    A worker that starts anew gets its order again.
     """
     told = [
         (1.0, second(1)),
@@ -343,7 +346,7 @@ CAPS = (f"ckpt.max_bytes_per_s.host={SLOW}",)
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """The machine's rates of copies, and the caps of policies that copy."""
+    """Rates of the machine's copies, and bandwidth caps of policies that copy."""
 
     rates: Mapping[str, float] = field(default_factory=dict[str, float])
     caps: Sequence[str] = ()
@@ -353,7 +356,7 @@ class Links:
         return MACHINE | dict(self.rates)
 
 
-# interference cannot be told from the seconds that any snapshot takes
+# runs do not separate interference from the seconds that every snapshot takes
 LINKS = {
     "fast links": Links(),
     "training waits for copies": Links(
@@ -368,7 +371,7 @@ LINKS = {
 
 
 def run_of(policy: str, links: Links, kills: tuple[Kill, ...] = KILLS) -> RealRun:
-    """A run that a simulation made, on a machine with its own constants."""
+    """Return a run that a simulation made, on a machine with its own constants."""
     caps = () if policy in ("none", "dense") else links.caps
     settings = compose_settings(
         [f"ckpt={policy}", *POLICIES[policy], *caps, "train.global_batch_size=16"]
@@ -417,8 +420,9 @@ def test_constants_from_other_runs_predict_a_run_of_the_same_machine(
 def test_how_long_iterations_take_that_run_again_is_measured(
     policy: str, ratio: float
 ) -> None:
-    """All ranks ran them again, or a stage replayed them; new processes are no faster
-    than at first.
+    """Either all ranks ran the iterations again, or a stage replayed them.
+
+    New processes are no faster than in the first run.
     """
     others = replace(
         compose_machine(["cluster=local"])[0],
@@ -430,7 +434,7 @@ def test_how_long_iterations_take_that_run_again_is_measured(
 
 
 def test_the_first_iteration_after_a_fault_is_no_usual_rerun() -> None:
-    """Iterations 3 and 4 took 1 s each, and then 3 s and 0.5 s."""
+    """Iterations 3 and 4 take 1 s each at first, and then 3 s and 0.5 s."""
     told = [
         (0.0, born(0)),
         *((float(number), second(number)) for number in (1, 2, 3, 4)),
@@ -463,9 +467,7 @@ def test_a_cap_is_none_of_the_machines_rates() -> None:
 
 
 def test_waits_for_copies_are_none_of_what_any_snapshot_takes() -> None:
-    """The update and the stall of a snapshot follow the end of a copy that training
-    waits for.
-    """
+    """The update and the stall of a snapshot follow a copy for which training waits."""
     run = run_of("gemini", LINKS["training waits for copies"])
     longest_s = max(event.stall_s for event in events_of(run.ranks, IterationCommitted))
     assert longest_s > 10 * MACHINE["take_s"], "training waits"
@@ -479,8 +481,9 @@ def test_waits_for_copies_are_none_of_what_any_snapshot_takes() -> None:
 
 
 def test_what_follows_the_copy_that_an_update_waits_for_is_its_time() -> None:
-    """Iterations of 1 s, and 2.5 s with a copy of 2.25 s; a copy of 3 s began before a
-    fault.
+    """Iterations take 1 s, or 2.5 s with a copy of 2.25 s.
+
+    A copy of 3 s began before a fault.
     """
     before = [
         (1, second(1)),
@@ -506,8 +509,9 @@ def test_what_follows_the_copy_that_an_update_waits_for_is_its_time() -> None:
 
 
 def test_the_wait_for_all_of_a_first_snapshot_is_no_price_of_any() -> None:
-    """Snapshots after 0, 2 and 4 iterations: training stands still for 5 s, 0.5 s and
-    an unknown time.
+    """Snapshots are taken after 0, 2 and 4 iterations.
+
+    Training stands still for 5 s, 0.5 s and an unknown time.
     """
     taken = [snapshot(number) for number in (0, 2, 4)]
     stalls_s = enumerate((5.0, 0.0, 0.5, 0.0), start=1)
@@ -534,8 +538,9 @@ def test_the_wait_for_all_of_a_first_snapshot_is_no_price_of_any() -> None:
 def test_a_snapshot_takes_what_exceeds_logs(
     stalls_s: Sequence[float], take_s: float
 ) -> None:
-    """A snapshot every two iterations; logs take 0.125 s in all, also in later ones
-    without a snapshot.
+    """A snapshot is taken every two iterations.
+
+    Logs take 0.125 s of every iteration, also of later ones without a snapshot.
     """
     trained = [
         second(number, stall_s=stall_s)
