@@ -928,7 +928,8 @@ SICK_PLACES = ("end", "leave")
 `end`: the job ends. `leave`: the node leaves the job to a spare node.
 """
 
-BACKENDS = (AUTO, "nccl", "gloo", "staged")
+NCCL, GLOO, STAGED = "nccl", "gloo", "staged"
+BACKENDS = (AUTO, NCCL, GLOO, STAGED)
 """Libraries that move bytes between ranks.
 
 `staged` is gloo for tensors of a GPU, by way of host memory.

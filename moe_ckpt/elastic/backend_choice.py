@@ -11,13 +11,11 @@ import sys
 
 import torch
 
-from moe_ckpt.config import AUTO, BACKENDS, require, require_choice
+from moe_ckpt.config import AUTO, BACKENDS, GLOO, NCCL, STAGED, require, require_choice
 from moe_ckpt.elastic.backends import Backend, GlooBackend
 from moe_ckpt.elastic.nccl_backend import NcclBackend
 from moe_ckpt.elastic.staged import staged_backend
 from moe_ckpt.elastic.torchrun import Launch
-
-_, NCCL, GLOO, STAGED = BACKENDS
 
 
 def backend_kind(wanted: str, *, on_gpu: bool, share_gpus: bool = False) -> str:

@@ -7,8 +7,10 @@ not: know when a group is idle (`elastic.process_groups` does).
 
     position   the generation that formed the group, and the number of operations
                that the member has begun since
-    kept       decided once: yes by the member whose vote makes the positions
-               unanimous, no by a member without an idle group, or by the last voter
+    kept       the decision. The first of these writes wins:
+               yes, by the member whose vote makes the positions unanimous
+               no, by a member without an idle group
+               no, by the last member to vote
 """
 
 from __future__ import annotations

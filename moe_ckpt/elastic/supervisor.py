@@ -201,6 +201,11 @@ class Supervisor:
         return status
 
     def _supervise(self) -> int:
+        """Start workers, one after another, until the job is done or may not go on.
+
+        Returns:
+            The exit status of this process.
+        """
         for number in _STOPPING:
             before = signal.signal(number, self._stop)
             if number == signal.SIGUSR1:
@@ -212,7 +217,7 @@ class Supervisor:
         # leaves
         self._beside = set(children_of(os.getpid()))
         adopt_orphans()
-        self._succeed()
+        self._take_over_rank()
         if self._hooks.start_daemon:
             self._daemon_pid = self._hooks.start_daemon()
         while True:
@@ -293,7 +298,7 @@ class Supervisor:
         )
         return _FAILED
 
-    def _succeed(self) -> None:
+    def _take_over_rank(self) -> None:
         """Release workers that wait for an earlier incarnation of this rank.
 
         There is an earlier incarnation if torchrun has restarted this rank.

@@ -245,9 +245,8 @@ def _plan_local(
                 rollback.neighbours(len(stages)),
                 rollback.starts_from + 1,
             )
-            # no other choice: a log that does not cover the newest window of a segment
-            # covers neither an older window nor a window of a larger segment, which is
-            # never newer. So the neighbour has to roll back
+            # an older window, or the window of a larger segment, needs still earlier
+            # log entries. So a neighbour whose log is too short has to roll back
             missing |= {
                 stage
                 for stage in neighbours
