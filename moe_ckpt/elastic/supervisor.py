@@ -239,14 +239,7 @@ class Supervisor:
                 return self._status_after_training(why, is_killed=failure is None)
             if failure and self._is_repeated(failure):
                 return _FAILED
-            fault = (
-                FaultClass.EXCEPTION
-                if failure
-                else FaultClass.HANG
-                if hung
-                else FaultClass.SIGNAL
-            )
-            death = self._death(pid, name, why, fault)
+            death = self._death(pid, name, why, _fault_of(failure, hung))
             # before `_may_replace`: other ranks must not wait for a health command,
             # which takes up to runtime.health_s
             if not self._end_generation(death):
@@ -611,6 +604,18 @@ class _Budget:
             f"{self._deaths} times in a row without progress"
             f" (runtime.max_deaths={self._max_deaths})"
         )
+
+
+def _fault_of(failure: Failure | None, hung: str | None) -> FaultClass:
+    """Return the class of a worker's death.
+
+    Args:
+        failure: The exception that ended the worker, if one did.
+        hung: Why the supervisor killed the worker, if it did.
+    """
+    if failure:
+        return FaultClass.EXCEPTION
+    return FaultClass.HANG if hung else FaultClass.SIGNAL
 
 
 def _complain(text: str) -> None:

@@ -365,6 +365,34 @@ def forget_shared_experts(chunks: Iterable[torch.nn.Module]) -> None:
             module._overlap_state = type(state).IDLE
 
 
+_IN_MEMORY = "snapshots in memory: "
+_FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
+_OFF_IN_MODELS = (
+    "mtp_standalone",
+    # gradients are clipped by a norm of their own, which no record has
+    "mtp_detach_heads",
+    # routers draw in evaluations, too, and no log has these draws
+    *("moe_input_jitter_eps", "moe_router_force_load_balancing"),
+    "moe_router_force_biased",
+    # a pass that is cut off leaves gradients behind
+    "defer_embedding_wgrad_compute",
+    *("fp4", "fp8_dot_product_attention", "fp8_multi_head_attention"),
+    *("enable_cuda_graph", "external_cuda_graph"),
+    # modules of the fuser keep scales where no snapshot looks
+    "use_transformer_engine_op_fuser",
+    # user buffers belong to one communicator, which a generation replaces
+    "tp_comm_overlap",
+)
+"""Options of Megatron's models that no log and no snapshot covers."""
+
+_OFF_IN_REDUCTIONS = (
+    "use_megatron_fsdp",
+    "nccl_ub",
+    "reuse_grad_buf_for_mxfp8_param_ag",
+)
+"""Options of Megatron's data-parallel wrapper of the same kind."""
+
+
 def require_replayable(state: TrainingState, *, rows: int | None = None) -> None:
     """Check that replays can repeat the training.
 
@@ -377,84 +405,44 @@ def require_replayable(state: TrainingState, *, rows: int | None = None) -> None
         ConfigError: An option crosses stages, or changes state, in a way that no log
             covers.
     """
-    config = cast("Any", state.model[0]).config
-    ddp_config = cast("Any", state.model[0]).ddp_config
-    unsupported = [
-        *([(config, "variable_seq_lengths")] if rows is None else []),
-        (config, "mtp_standalone"),
-        # gradients are clipped by a norm of their own, which no record has
-        (config, "mtp_detach_heads"),
-        # routers draw in evaluations, too, and no log has these draws
-        (config, "moe_input_jitter_eps"),
-        *(
-            (config, f"moe_router_force_{what}")
-            for what in ("load_balancing", "biased")
-        ),
-        # a pass that is cut off leaves gradients behind
-        (config, "defer_embedding_wgrad_compute"),
-        (ddp_config, "use_megatron_fsdp"),
-        *(
-            (config, name)
-            for name in ("fp4", "fp8_dot_product_attention", "fp8_multi_head_attention")
-        ),
-        *((config, name) for name in ("enable_cuda_graph", "external_cuda_graph")),
-        # modules of the fuser keep scales where no snapshot looks
-        (config, "use_transformer_engine_op_fuser"),
-        # user buffers belong to one communicator, which a generation replaces
-        (config, "tp_comm_overlap"),
-        (ddp_config, "nccl_ub"),
-        (ddp_config, "reuse_grad_buf_for_mxfp8_param_ag"),
-        *(
-            (optimizer.config, "optimizer_cpu_offload")
-            for optimizer in state.inner_optimizers
-        ),
-    ]
-    for owner, name in unsupported:
-        require(
-            not getattr(owner, name, False),
-            f"snapshots in memory: {name}",
-            getattr(owner, name, None),
-            "False",
-        )
-    if getattr(config, "fp8", None):
-        recipe = getattr(config.fp8_recipe, "value", config.fp8_recipe)
-        is_known = recipe in ("delayed", "tensorwise", "blockwise", "mxfp8")
-        require(
-            is_known,
-            "snapshots in memory: fp8_recipe",
-            recipe,
-            "delayed, tensorwise, blockwise or mxfp8",
-        )
+    chunk = cast("Any", state.model[0])
+    model, ddp = chunk.config, chunk.ddp_config
+    if rows is None:
+        _require_off(model, "variable_seq_lengths")
+    _require_off(model, *_OFF_IN_MODELS)
+    _require_off(ddp, *_OFF_IN_REDUCTIONS)
+    for optimizer in state.inner_optimizers:
+        _require_off(optimizer.config, "optimizer_cpu_offload")
+    if getattr(model, "fp8", None):
+        recipe = getattr(model.fp8_recipe, "value", model.fp8_recipe)
+        _require_choice("fp8_recipe", recipe, _FP8_RECIPES)
     _require_known_parameters(state)
     for optimizer in state.inner_optimizers:
         kind = optimizer.config.optimizer
-        require(
-            kind == "adam",
-            "snapshots in memory: optimizer",
-            kind,
-            "adam: snapshots hold the moments of no other",
-        )
-    captured = getattr(config, "cuda_graph_impl", "none")
-    require(
-        captured == "none", "snapshots in memory: cuda_graph_impl", captured, "none"
-    )
+        wanted = "adam: snapshots hold the moments of no other"
+        require(kind == "adam", f"{_IN_MEMORY}optimizer", kind, wanted)
+    captured = getattr(model, "cuda_graph_impl", "none")
+    _require_choice("cuda_graph_impl", captured, ["none"])
     # DeepEP and HybridEP key their buffers by group
-    dispatcher = getattr(config, "moe_token_dispatcher_type", "alltoall")
-    known = dispatcher in ("alltoall", "allgather")
-    require(
-        known,
-        "snapshots in memory: moe_token_dispatcher_type",
-        dispatcher,
-        "alltoall or allgather",
-    )
-    num_instances = getattr(ddp_config, "num_distributed_optimizer_instances", 1)
-    require(
-        num_instances == 1,
-        "snapshots in memory: num_distributed_optimizer_instances",
-        num_instances,
-        "1",
-    )
+    dispatcher = getattr(model, "moe_token_dispatcher_type", "alltoall")
+    known = ["alltoall", "allgather"]
+    _require_choice("moe_token_dispatcher_type", dispatcher, known)
+    instances = "num_distributed_optimizer_instances"
+    _require_choice(instances, getattr(ddp, instances, 1), [1])
     _require_known_generators()
+
+
+def _require_off(config: Any, *names: str) -> None:
+    """Raise ConfigError for an option that is on; older Megatron lacks some options."""
+    for name in names:
+        got = getattr(config, name, None)
+        require(not got, f"{_IN_MEMORY}{name}", got, "False")
+
+
+def _require_choice(name: str, got: object, choices: Sequence[object]) -> None:
+    *most, last = map(str, choices)
+    wanted = f"{', '.join(most)} or {last}" if most else last
+    require(got in choices, f"{_IN_MEMORY}{name}", got, wanted)
 
 
 def _require_known_generators() -> None:

@@ -124,26 +124,30 @@ class StageBytes:
         self._owned = table.owned
 
     def middles(self, order: IntArray) -> Middles:
-        """Return where the middle of each operator lies in an order."""
+        """Return where the middle of each operator lies in an order.
+
+        Each rank lays its bytes of the operators end to end, in the order.
+        """
         owned = self._owned
-        place = np.empty(owned.num_operators, np.int64)
-        place[order] = np.arange(owned.num_operators)
-        along = np.lexsort((place[owned.operators], owned.ranks))
-        ranks, operators, full = (
-            owned.ranks[along],
-            owned.operators[along],
-            owned.full[along],
+        position = np.empty(owned.num_operators, np.int64)
+        position[order] = np.arange(owned.num_operators)
+        # pairs of a rank and an operator: by rank, and within a rank in the order
+        pairs = np.lexsort((position[owned.operators], owned.ranks))
+        ranks, operators = owned.ranks[pairs], owned.operators[pairs]
+        nbytes = owned.full[pairs]
+        of_ranks = np.bincount(ranks, weights=nbytes, minlength=owned.num_ranks)
+        of_operators = np.bincount(
+            operators, weights=nbytes, minlength=owned.num_operators
         )
-        ends = np.cumsum(full)
-        totals = np.bincount(ranks, weights=full, minlength=owned.num_ranks)
-        of_all = np.bincount(operators, weights=full, minlength=owned.num_operators)
-        before_ranks = np.concatenate([[0.0], np.cumsum(totals)[:-1]])
+        # the sum runs on over ranks: each rank begins where the rank before ends
+        ends = np.cumsum(nbytes)
+        begins = np.concatenate([[0.0], np.cumsum(of_ranks)[:-1]])
         return Middles(
             num_operators=owned.num_operators,
             operators=operators,
-            before=ends - before_ranks[ranks] - full / 2,
-            totals=np.maximum(totals, 1)[ranks],
-            shares=full / np.maximum(of_all, 1)[operators],
+            before=ends - begins[ranks] - nbytes / 2,
+            totals=np.maximum(of_ranks, 1)[ranks],
+            shares=nbytes / np.maximum(of_operators, 1)[operators],
         )
 
     def slot_bytes(self, schedule: WindowSchedule) -> IntArray:
