@@ -304,7 +304,9 @@ def go_on_after(
     meet(store, "both have the sum", 2)
     groups.leave()
     groups.form(open_store(folder), 3)
-    return num_kept, [*sums, outcome_of(sum_of_two)]
+    sums.append(outcome_of(sum_of_two))
+    meet(store, "the end", 2)  # a process that ends resets connections
+    return num_kept, sums
 
 
 def sum_of_two() -> float:
@@ -338,7 +340,9 @@ def cut_a_kept_group(folder: str) -> tuple[int, int, float]:
     meet(store, "the wait has ended", 2)
     groups.leave()
     groups.form(open_store(folder), 3)
-    return num_kept, groups.num_kept, sum_of_two()
+    found = num_kept, groups.num_kept, sum_of_two()
+    meet(store, "the end", 2)  # a process that ends resets connections
+    return found
 
 
 def test_what_waits_in_a_kept_group_is_cut_off(tmp_path: Path) -> None:
@@ -370,8 +374,13 @@ def end_before_all_have_voted(folder: str) -> tuple[str, int, float]:
         outcome = outcome_of(lambda: groups.form(client, 2))
         votes.join()
         groups.leave()
+        store.set("rank 0 has left", "")
+    # without a key of rank 1 meanwhile: rank 0's thread looks for one of its own
+    store.wait(["rank 0 has left"])
     groups.form(open_store(folder), 3)
-    return outcome, groups.num_kept, sum_of_two()
+    found = outcome, groups.num_kept, sum_of_two()
+    meet(store, "the end", 2)  # a process that ends resets connections
+    return found
 
 
 def test_a_vote_that_a_cut_has_ended_is_held_again(tmp_path: Path) -> None:
