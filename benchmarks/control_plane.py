@@ -109,8 +109,6 @@ class CountedRanks:
 class NoGroups:
     """Process groups that are not formed."""
 
-    num_formed = num_kept = 0
-
     def form(self, store: object, generation: int, *callbacks: object) -> None: ...
 
     def cut(self) -> None: ...

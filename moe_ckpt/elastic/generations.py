@@ -269,7 +269,6 @@ class Membership:
         self.member = member
         self.page = page
         self.generation = 0
-        self.num_formed_groups = self.num_kept_groups = 0
         # without `page.waits`: forming groups counts as one wait, and uses this store
         # from several threads
         self._store = CheckedStore(store)
@@ -287,6 +286,16 @@ class Membership:
         self._furthest = 0
         self._fruitless = 0
         self._at_end: list[Callable[[], None]] = []
+
+    @property
+    def num_formed_groups(self) -> int:
+        """Process groups of this rank that the generation has formed."""
+        return self._groups.num_formed
+
+    @property
+    def num_kept_groups(self) -> int:
+        """Process groups of this rank that an earlier generation has formed."""
+        return self._groups.num_kept
 
     def at_end(self, action: Callable[[], None]) -> None:
         """Run an action in the watching thread at each end of a generation.
@@ -437,10 +446,6 @@ class Membership:
             return False
         finally:
             self.page.wait(False)
-        self.num_formed_groups, self.num_kept_groups = (
-            self._groups.num_formed,
-            self._groups.num_kept,
-        )
         return True
 
     def _fail(self, generation: int, reason: str) -> None:

@@ -808,7 +808,10 @@ class ElasticGroups:
         if not handle.transport.keeps_idle(handle.size()):
             return None
         kept = self._kept.get(handle.members)
-        if agree_to_keep(store, handle.size(), kept and kept.position):
+        # once more: the thread that watches the last generation may have cut the group
+        # as this thread kept it
+        position = kept.position if kept and kept.is_idle else None
+        if agree_to_keep(store, handle.size(), position):
             assert kept is not None, "the vote was unanimous"
             kept.guards = Guards(handle.members, self._generation)
             return kept

@@ -29,11 +29,15 @@ class Rendezvous(Protocol):
     page: StatusPage
     """The status page of this worker."""
 
-    num_formed_groups: int
-    """Process groups of this rank that the generation has formed."""
+    @property
+    def num_formed_groups(self) -> int:
+        """Process groups of this rank that the generation has formed."""
+        ...
 
-    num_kept_groups: int
-    """Process groups of this rank that are kept from an earlier generation."""
+    @property
+    def num_kept_groups(self) -> int:
+        """Process groups of this rank that an earlier generation has formed."""
+        ...
 
     def join(self) -> int:
         """Wait for all ranks, and return the generation that begins."""

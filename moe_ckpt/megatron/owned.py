@@ -171,6 +171,9 @@ class OwnedParameter:
             scales.copy_(loaded[scale_of(COMPUTE)].view(scales.shape))
         elif scale is not None:
             rounding = rounding_of(self.parameter)
+            assert rounding is not None, (
+                "the key of a scale is that of a rounded weight"
+            )
             weights = rounding.values(self.parameter, weights, scale, owned)
         self.weights()[owned].copy_(weights)
 

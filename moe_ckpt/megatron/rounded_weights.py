@@ -8,7 +8,7 @@ weights instead.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -50,7 +50,7 @@ def mark_rounded(weight: torch.Tensor, rounding: Rounding) -> None:
     setattr(weight, _ROUNDING, rounding)
 
 
-def rounding_of(weight: torch.Tensor) -> Any:
+def rounding_of(weight: torch.Tensor) -> Rounding | None:
     """Return the `Rounding` of a weight; None if passes compute with the weight itself.
 
     Delayed scaling takes its scales from earlier passes, and has no rounding.

@@ -168,8 +168,8 @@ def quantizer_of(parameter: torch.Tensor) -> Float8CurrentScalingQuantizer | Non
         forward, _, index = scaling
         place = slice(3 * index + 1, 3 * index + 2)
         return Float8Quantizer(forward.scale[place], forward.amax_history[0, place])
-    rounding: FP8Rounding | None = rounding_of(parameter)
-    if rounding is None:
+    rounding = rounding_of(parameter)
+    if not isinstance(rounding, FP8Rounding):
         return None
     return Float8BlockQuantizer() if rounding.block else Float8CurrentScalingQuantizer()
 
@@ -389,8 +389,8 @@ def _roundings(weight: torch.Tensor) -> _Roundings | None:
 
 
 def _roundings_of_values(weight: torch.Tensor) -> _Roundings | None:
-    rounding: FP8Rounding | None = rounding_of(weight)
-    if rounding is not None:
+    rounding = rounding_of(weight)
+    if isinstance(rounding, FP8Rounding):
         block = rounding.block
         in_rows = partial(_round_alone, block=_ROW_BLOCK if block else None)
         return _Roundings(

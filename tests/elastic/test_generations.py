@@ -596,7 +596,7 @@ def only_member(store: dist.Store, page: StatusPage) -> tuple[Generations, Membe
     generations.set_incarnation(0, 0)
     member = Member(global_rank=0, world_size=1, incarnation=0)
     calls = dict.fromkeys(("form", "cut", "abandon", "leave"), lambda *_: None)
-    groups: Any = SimpleNamespace(**calls, num_formed=0, num_kept=0)
+    groups: Any = SimpleNamespace(**calls)
     return generations, Membership(
         member, store, store, groups, page, join_s=WAIT_S, grace_s=GRACE_S
     )

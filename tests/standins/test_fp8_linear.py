@@ -78,7 +78,9 @@ def test_each_block_of_a_weight_has_a_scale_of_its_own() -> None:
     values = torch.randn(300, 200, generator=GENERATOR)
     values[128:256, 128:] *= 1e6
     weights = in_fp8(values.bfloat16(), blocks=True)
-    payload, scale = rounding_of(weights).rounded(weights)
+    rounding = rounding_of(weights)
+    assert rounding is not None
+    payload, scale = rounding.rounded(weights)
     assert (payload.shape, scale.shape) == ((300, 200), (3, 2))
     for row, column in ((0, 0), (1, 1), (2, 1)):
         block = (
@@ -94,7 +96,7 @@ def test_each_block_of_a_weight_has_a_scale_of_its_own() -> None:
     )
     owned = slice(12345, 54321)
     stored = payload.view(-1)[owned], scale.view(-1), owned
-    part = rounding_of(weights).values(weights, *stored)
+    part = rounding.values(weights, *stored)
     assert torch.equal(part, computed_with(weights).float().view(-1)[owned])
 
 
