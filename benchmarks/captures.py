@@ -29,12 +29,12 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.marks import rewrite  # noqa: E402
 from benchmarks.runs import current_commit  # noqa: E402
-from moe_ckpt.mirror.frames import TcpSegment, segment_of  # noqa: E402
-from moe_ckpt.mirror.marks import find_mark, mark_of  # noqa: E402
-from moe_ckpt.mirror.plan import MirroredSums  # noqa: E402
-from moe_ckpt.mirror.port import MirrorPort  # noqa: E402
-from moe_ckpt.mirror.redundancy import PACKET_BYTES, failure_probability  # noqa: E402
-from moe_ckpt.mirror.watcher import Watcher  # noqa: E402
+from moe_ckpt.flowcheck.mirror.frames import TcpSegment, segment_of  # noqa: E402
+from moe_ckpt.flowcheck.mirror.marks import find_mark, mark_of  # noqa: E402
+from moe_ckpt.flowcheck.mirror.plan import MirroredSums  # noqa: E402
+from moe_ckpt.flowcheck.mirror.port import MirrorPort  # noqa: E402
+from moe_ckpt.flowcheck.mirror.watcher import Watcher  # noqa: E402
+from moe_ckpt.sim.capture_redundancy import PACKET_BYTES, failure_probability  # noqa: E402
 
 MARKS = (
     "<!-- captures: written by benchmarks/captures.py -->",

@@ -33,9 +33,9 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.captures import GROUP, record  # noqa: E402
 from moe_ckpt.errors import ConfigError  # noqa: E402
-from moe_ckpt.mirror.frames import TcpSegment  # noqa: E402
-from moe_ckpt.mirror.plan import MirroredSums  # noqa: E402
-from moe_ckpt.mirror.watcher import Watcher  # noqa: E402
+from moe_ckpt.flowcheck.mirror.frames import TcpSegment  # noqa: E402
+from moe_ckpt.flowcheck.mirror.plan import MirroredSums  # noqa: E402
+from moe_ckpt.flowcheck.mirror.watcher import Watcher  # noqa: E402
 from moe_ckpt.replication.copy_server import CopyServer, HoldingRules  # noqa: E402
 from moe_ckpt.replication.messages import Ticket  # noqa: E402
 from moe_ckpt.replication.sender import Replicator  # noqa: E402
@@ -158,7 +158,7 @@ def measure_tap(
         tempfile.TemporaryDirectory(dir="/dev/shm") as folder,
         ThreadPoolExecutor(max_workers=1) as executor,
     ):
-        memory, rules = Path(folder) / "rank", HoldingRules(serves_itself=True)
+        memory, rules = Path(folder) / "rank", HoldingRules(keeps_own=True)
         rank = Rank(memory, layers, size)
         server = CopyServer(
             Path(folder) / "server",

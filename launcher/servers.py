@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from launcher.config import Settings
-from moe_ckpt.config import require
+from moe_ckpt.config import FlowcheckConfig, require
 
 
 def require_servable(settings: Settings) -> None:
@@ -12,8 +12,8 @@ def require_servable(settings: Settings) -> None:
     Raises:
         ConfigError: With `ckpt=flowcheck`, a setting that servers cannot follow.
     """
-    servers = settings.ckpt.served
-    if servers is None:
+    servers = settings.ckpt
+    if not isinstance(servers, FlowcheckConfig):
         return
     wanted = "fp32 where ckpt=flowcheck, whose servers take the steps of torch's Adam"
     for name in ("master", "exp_avg", "exp_avg_sq"):

@@ -16,7 +16,7 @@ This module is the composition root: it builds all parts of a session.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -29,6 +29,7 @@ from moe_ckpt.config import (
     CKPT_CONFIGS,
     DIVERGENCES,
     CkptConfig,
+    FlowcheckConfig,
     InMemoryConfig,
     require,
 )
@@ -38,16 +39,17 @@ from moe_ckpt.durable.tier import DurableTier
 from moe_ckpt.elastic.context import ElasticContext
 from moe_ckpt.elastic.process_groups import CPU_BACKEND
 from moe_ckpt.engine.assembly import InMemoryAssembly
+from moe_ckpt.engine.computed_snapshots import NOTHING_COMPUTED
 from moe_ckpt.engine.inputs import Inputs
 from moe_ckpt.engine.interfaces import RankAdapter, StagePlace
 from moe_ckpt.engine.session import LeftState, Session
 from moe_ckpt.engine.token_account import TokenRate
 from moe_ckpt.events import CourseChanged, EventLog
 from moe_ckpt.faults.schedule import StateLoss
+from moe_ckpt.flowcheck.attachment import attach_servers
 from moe_ckpt.megatron.capacity_boost import CapacityBoost
 from moe_ckpt.megatron.durable import MegatronDurableState
 from moe_ckpt.megatron.groups import shard_identity, stage_group
-from moe_ckpt.megatron.mirror import GradientMirror
 from moe_ckpt.megatron.operators import RankOperators
 from moe_ckpt.megatron.pipeline import StageCommunicator
 from moe_ckpt.megatron.read_batches import ReadBatches
@@ -197,7 +199,14 @@ def attach(
         if len(state.model) > 1 and in_memory.boundary_log:
             # with virtual stages the last stage also sends to the first one
             in_memory = replace(in_memory, boundary_log=False)
-        adapter = _rank_adapter(in_memory, identity, state, loop, cpu_backend)
+        require_replayable(state, rows=loop.communicator.rows)
+        operators = RankOperators(state)
+        adapter = _rank_adapter(
+            in_memory, identity, state, operators, loop, cpu_backend
+        )
+        computed = NOTHING_COMPUTED
+        if isinstance(in_memory, FlowcheckConfig):
+            computed = attach_servers(in_memory, state, operators)
         assembly = InMemoryAssembly(
             in_memory,
             adapter,
@@ -206,6 +215,7 @@ def attach(
             folder.with_name("snapshots"),
             losses,
             on_divergence=on_divergence,
+            computed=computed,
         )
         build_generation = assembly.build_generation
     else:
@@ -236,20 +246,11 @@ def _rank_adapter(
     ckpt: InMemoryConfig,
     identity: RunIdentity,
     state: TrainingState,
+    operators: RankOperators,
     loop: TrainingLoop,
     cpu_backend: str,
 ) -> RankAdapter:
-    """Return this rank's training behind the engine's interfaces.
-
-    Raises:
-        ConfigError: The training cannot be replayed.
-    """
-    require_replayable(state, rows=loop.communicator.rows)
-    operators = RankOperators(state)
-    if ckpt.served:
-        # before training: servers cannot repeat the steps of every optimizer, nor
-        # derive the weights of every format
-        operators.require_steps()
+    """Return this rank's training behind the engine's interfaces."""
     stage = StageReplay(
         state, operators, loop.communicator, loop.forward_backward, loop.batches
     )
@@ -266,15 +267,15 @@ def _rank_adapter(
         * loop.sequence_length
         * identity.layout.dp
     )
-    mirror = (
-        GradientMirror(state, operators)
-        if ckpt.served and ckpt.served.mirrors
-        else None
-    )
     boost = None
     if ckpt.capacity_boost:
         boost = CapacityBoost(
             state, num_micro_batches=loop.num_micro_batches, factor=ckpt.capacity_boost
+        )
+    notes = [boost.note] if boost else []
+    if len(state.model) > 1:
+        notes.append(
+            "virtual stages: no boundary log, after a fault all stages go back together"
         )
     return RankAdapter(
         place=place,
@@ -292,24 +293,8 @@ def _rank_adapter(
         + stage.tied_gradient_bytes,
         tied_gradient_bytes=stage.tied_gradient_bytes,
         boost=boost,
-        mirror=mirror,
-        notes=[
-            *([boost.note] if boost else []),
-            *([mirror.note()] if mirror else []),
-            *_notes(ckpt, state),
-        ],
+        notes=notes,
     )
-
-
-def _notes(ckpt: InMemoryConfig, state: TrainingState) -> Iterator[str]:
-    """Yield notes about servers on CPUs beside GPUs, and about virtual stages."""
-    if ckpt.served and torch.cuda.is_available():
-        states = "after a fault all ranks have their states, not the GPUs' bits"
-        yield f"servers take the optimizer's steps on CPUs: {states}"
-    if len(state.model) > 1:
-        yield (
-            "virtual stages: no boundary log, after a fault all stages go back together"
-        )
 
 
 def _place(

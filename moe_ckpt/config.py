@@ -189,9 +189,14 @@ class PolicyConfig:
         return None
 
     @property
-    def served(self) -> FlowcheckConfig | None:
-        """This configuration if checkpoint servers take optimizer steps, else None."""
-        return None
+    def keeps_own_copy(self) -> bool:
+        """Whether a rank's own replica daemon also keeps copies of the rank's state."""
+        return False
+
+    @property
+    def shares_groups(self) -> bool:
+        """Whether process groups of the same ranks may share their connections."""
+        return True
 
     @property
     def waits_for_disk(self) -> bool:
@@ -347,6 +352,11 @@ class HostMemoryConfig(SavingConfig):
 
     durable_every_iters: int
     """Iterations between whole checkpoints on disk, in Megatron's format; 0: none."""
+
+    @property
+    def peer_replicas(self) -> int | str:
+        """Copies of snapshots in other training nodes' memory; auto: 1 if possible."""
+        return self.in_memory.replicas
 
     @property
     def in_memory(self) -> InMemoryConfig:
@@ -834,8 +844,18 @@ class FlowcheckConfig(RollbackConfig):
     max_bytes_per_s: ClassVar[MaxBytesPerS] = NO_CAPS
 
     @property
-    def served(self) -> FlowcheckConfig:
-        return self
+    def keeps_own_copy(self) -> bool:
+        return True
+
+    @property
+    def shares_groups(self) -> bool:
+        # a mirror port finds sums among the operations of one group
+        return not self.mirrors
+
+    @property
+    def peer_replicas(self) -> int | str:
+        # training nodes hold copies only once all servers on hosts are lost
+        return AUTO if self.on_hosts else self.replicas
 
     @property
     def mirrors(self) -> bool:

@@ -26,7 +26,6 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 
@@ -34,7 +33,6 @@ from moe_ckpt.agent import agent_pid
 from moe_ckpt.config import (
     AUTO,
     FlowcheckConfig,
-    InMemoryConfig,
     RuntimeConfig,
     require,
 )
@@ -60,18 +58,10 @@ from moe_ckpt.elastic.job_store import (
     say_once,
     use_etcd,
     use_hosted_store,
-    write_store_address,
 )
 from moe_ckpt.elastic.live_workers import remove_live, write_live
 from moe_ckpt.elastic.network import own_host
 from moe_ckpt.elastic.process_groups import BACKEND, ElasticGroups, GroupTimeouts
-from moe_ckpt.elastic.server_hosts import (
-    PART,
-    SETTINGS,
-    ServerHosts,
-    ServerRules,
-    ServerSettings,
-)
 from moe_ckpt.elastic.shared_memory import (
     Ended,
     begin_rank,
@@ -94,17 +84,19 @@ from moe_ckpt.engine.session import Session
 from moe_ckpt.engine.worker_loop import GenerationLoop, TrainingRun
 from moe_ckpt.errors import ConfigError, MoeCkptError
 from moe_ckpt.events import EventLog, LastSaveDone
+from moe_ckpt.flowcheck.server_job import ServerJob
 from moe_ckpt.job_config import JobConfig
-from moe_ckpt.mirror.port import MirrorPort
 from moe_ckpt.replication.client import DaemonClient
-from moe_ckpt.replication.daemon import DaemonSettings, MirrorSettings, run_daemon
+from moe_ckpt.replication.daemon import DaemonSettings, run_daemon
 from moe_ckpt.replication.final_save import save_last, saved_iterations
+from moe_ckpt.replication.holders import CopyHolders, PeerHolders
 from moe_ckpt.replication.messages import Ticket, parse_address
 from moe_ckpt.replication.placement import num_nodes
 from moe_ckpt.replication.tls import open_tls
 from moe_ckpt.run_folder import RunFolder, find_run_folder, job_id, require_lasting
 from moe_ckpt.run_lock import release_lock
 from moe_ckpt.run_secret import SECRET_FILE, read_secret, ticket_of
+from moe_ckpt.snapshot.arriving_update import observes_nothing
 from moe_ckpt.types import ParallelLayout, Phase
 
 # a new connection to a busy store may take seconds
@@ -177,6 +169,7 @@ class Worker:
         self.incarnation = incarnation
         self.page = StatusPage(place.memory / "page")
         self._ckpt = job.in_memory
+        self._servers = _servers(job, place.launch)
         self._membership: Membership | None = None
         start_heartbeat(self.page)
 
@@ -217,12 +210,12 @@ class Worker:
             operation_s=runtime.operation_s,
             abort_s=runtime.abort_s,
         )
-        servers = self._ckpt.served
-        # a mirror port finds sums among a group's own operations, so groups cannot be
-        # shared
-        shares = not (servers and servers.mirrors)
         groups = ElasticGroups(
-            backend, timeouts, self.page.wait, self.page.wait_on_device, shares=shares
+            backend,
+            timeouts,
+            self.page.wait,
+            self.page.wait_on_device,
+            shares=self._ckpt.shares_groups,
         )
         groups.register()
         self._membership = Membership(
@@ -252,9 +245,6 @@ class Worker:
         """Return the means to survive the loss of ranks, for `attach`."""
         place, membership, ckpt = self.place, self.membership, self._ckpt
         copy_s = self.job.runtime.copy_s
-        addresses = CheckedStore(
-            _open_store("daemons", self.job.runtime), self.page.waits
-        )
         return ElasticContext(
             member=membership.member,
             page=self.page,
@@ -262,35 +252,30 @@ class Worker:
             daemon=DaemonClient(place.memory, timeout_s=copy_s)
             if place.has_daemon
             else None,
-            address_of=lambda rank: parse_address(addresses.get(str(rank)).decode()),
+            holders=self._holders(
+                layout.ranks_per_stage if ckpt.copies_within_stage else None
+            ),
             ticket=place.ticket,
-            replicas=place.replicas,
-            ranks_per_node=place.ranks_per_node,
             copy_s=copy_s,
             at_end=membership.at_end,
-            peers=layout.ranks_per_stage if ckpt.copies_within_stage else None,
-            serves_itself=ckpt.served is not None,
-            hosts=self._server_hosts(),
         )
 
-    def _server_hosts(self) -> ServerHosts | None:
-        served, runtime = self._ckpt.served, self.job.runtime
-        if served is None or not served.on_hosts:
-            return None
-        rules = ServerRules(
-            num_servers=served.server_hosts,
-            copies=served.server_copies,
-            join_s=runtime.join_s,
-            wait_s=served.server_wait_s,
+    def _holders(self, stage_ranks: int | None) -> CopyHolders:
+        place = self.place
+        addresses = CheckedStore(
+            _open_store("daemons", self.job.runtime), self.page.waits
         )
-        # a connection of its own: another thread may need the shared one while this
-        # object waits for a server
-        return ServerHosts(
-            open_store(PART, own_connection=True),
-            self.place.ticket,
-            rules,
-            self.page.waits,
+        peers = PeerHolders(
+            global_rank=place.launch.global_rank,
+            world_size=place.launch.world_size,
+            ranks_per_node=place.ranks_per_node,
+            num_peers=place.replicas,
+            address_of=lambda rank: parse_address(addresses.get(str(rank)).decode()),
+            stage_ranks=stage_ranks,
         )
+        if self._servers:
+            return self._servers.holders(peers, place.ticket, self.page.waits)
+        return peers
 
     def enter_phase(self, phase: Phase) -> None:
         """Show this rank's phase on the status page; a recovery stays a recovery."""
@@ -301,26 +286,17 @@ class Worker:
 
         The status command and fault injection read the worker's file.
         """
-        self._announce(self.place.folder.path)
-        return self.place.folder
-
-    def _announce(self, run: Path) -> None:
-        """Write this worker's file.
-
-        The first rank also writes the address of the store, where checkpoint servers on
-        other machines find the job.
-        """
-        served = self._ckpt.served
-        if served and served.on_hosts and self.launch.global_rank == 0:
-            write_store_address(run)
+        if self._servers:
+            self._servers.announce(self.place.folder.path)
         write_live(
-            run,
+            self.place.folder.path,
             global_rank=self.launch.global_rank,
             node=self.place.node,
             supervisor_pid=os.getppid(),
             memory=self.place.memory,
             incarnation=self.incarnation,
         )
+        return self.place.folder
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
@@ -404,7 +380,7 @@ def run_elastic(
         ConfigError: Settings that cannot work, or a mirror port that cannot be read.
     """
     require_forkable()
-    ckpt, runtime = job.in_memory, job.runtime
+    runtime = job.runtime
     require_lasting(job.folder)
     require(
         not _supervised,
@@ -428,12 +404,8 @@ def run_elastic(
     # a scheduler's signal may arrive while the network to the store is cut
     store = CheckedStore(_open_store("generations", runtime), heeds_signals=True)
     place = _place(job, launch, store)
-    served = ckpt.served
-    if served and served.on_hosts:
-        _announce_servers(job, served, place)
-    elif mirror := _mirror(ckpt):
-        # a port that cannot be read is a user error, found before training begins
-        MirrorPort(mirror.interface).close()
+    if servers := _servers(job, launch):
+        servers.prepare()
     beside(place)
     root, page = place.memory.parent, StatusPage(place.memory / "page")
     reserve_failure(place.failure)
@@ -621,11 +593,8 @@ def _place(job: JobConfig, launch: Launch, store: dist.Store) -> RankPlace:
         wanted,
     )
     nodes = num_nodes(launch.world_size, ranks_per_node)
-    # nodes then hold copies once all servers are lost
-    on_hosts = ckpt.served is not None and ckpt.served.on_hosts
-    replicas = (
-        min(1, nodes - 1) if ckpt.replicas == AUTO or on_hosts else int(ckpt.replicas)
-    )
+    wanted_replicas = ckpt.peer_replicas
+    replicas = min(1, nodes - 1) if wanted_replicas == AUTO else int(wanted_replicas)
     limit = (
         f"less than {nodes}, the number of nodes"
         f" (parallel.ranks_per_node={ranks_per_node})"
@@ -648,7 +617,7 @@ def _place(job: JobConfig, launch: Launch, store: dist.Store) -> RankPlace:
         folder=folder,
         ranks_per_node=ranks_per_node,
         replicas=replicas,
-        has_daemon=replicas > 0 or ckpt.disk_every_iters > 0 or ckpt.served is not None,
+        has_daemon=replicas > 0 or ckpt.disk_every_iters > 0 or ckpt.keeps_own_copy,
         host=host,
     )
 
@@ -704,32 +673,6 @@ def _ranks_per_node(wanted: int | str, launch: Launch) -> int:
     return int(wanted)
 
 
-def _announce_servers(
-    job: JobConfig, served: FlowcheckConfig, place: RankPlace
-) -> None:
-    """Write the settings for which servers on other machines wait."""
-    runtime, wait_s = job.runtime, served.server_wait_s
-    wanted = (
-        "empty where ckpt.servers=hosts: servers find the job by the store that"
-        " torchrun keeps"
-    )
-    require(not runtime.etcd, "runtime.etcd", runtime.etcd, wanted)
-    wanted = (
-        f"less than runtime.operation_s={runtime.operation_s:g}: other ranks wait"
-        " meanwhile"
-    )
-    require(wait_s < runtime.operation_s, "ckpt.server_wait_s", wait_s, wanted)
-    settings = ServerSettings(
-        num_servers=served.server_hosts,
-        timeout_s=runtime.copy_s,
-        most_bytes_per_owner=served.memory_budget_bytes,
-        mirror=_mirror(served),
-        tls=served.tls,
-    )
-    if place.launch.global_rank == 0:
-        open_store(PART).set(SETTINGS, msgspec.json.encode(settings).decode())
-
-
 def _start_daemon(job: JobConfig, place: RankPlace) -> int:
     """Start a replica daemon and return its pid.
 
@@ -743,7 +686,7 @@ def _start_daemon(job: JobConfig, place: RankPlace) -> int:
 
 def _run_daemon(job: JobConfig, place: RankPlace, supervisor_pid: int) -> int:
     ckpt, page = job.in_memory, StatusPage(place.memory / "page")
-    served = ckpt.served
+    servers = _servers(job, place.launch)
     store = open_store("daemons")
     run_daemon(
         DaemonSettings(
@@ -754,24 +697,19 @@ def _run_daemon(job: JobConfig, place: RankPlace, supervisor_pid: int) -> int:
             timeout_s=job.runtime.copy_s,
             copy_deadline_s=job.runtime.copy_s,
             caps=ckpt.max_bytes_per_s,
-            serves_itself=ckpt.served is not None,
-            mirror=None if served and served.on_hosts else _mirror(ckpt),
+            keeps_own=ckpt.keeps_own_copy,
             most_bytes_per_owner=ckpt.memory_budget_bytes,
         ),
         supervisor_pid=supervisor_pid,
         # the traffic of training goes first
         may_send=lambda: not page.communicates,
         announce=lambda address: store.set(str(place.launch.global_rank), str(address)),
+        observe=servers.observe if servers else lambda: observes_nothing,
     )
 
 
-def _mirror(ckpt: InMemoryConfig) -> MirrorSettings | None:
-    servers = ckpt.served
-    if servers is None or servers.mirror_interface is None:
+def _servers(job: JobConfig, launch: Launch) -> ServerJob | None:
+    """Return the job's checkpoint servers; None for policies without servers."""
+    if not isinstance(job.ckpt, FlowcheckConfig):
         return None
-    return MirrorSettings(
-        interface=servers.mirror_interface,
-        captures=servers.captures,
-        loss=servers.capture_loss,
-        keep_iters=servers.max_lag_iters + 2,
-    )
+    return ServerJob(job.ckpt, job.runtime, launch.global_rank)

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def run() -> None:
         options = parser.parse_args(arguments)
         # torch takes seconds to import, and --help needs no torch
-        from moe_ckpt.server_process import serve  # noqa: PLC0415
+        from moe_ckpt.flowcheck.server_process import serve  # noqa: PLC0415
 
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         serve(options.job, options.interface, options.memory, options.secret)

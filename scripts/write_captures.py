@@ -4,7 +4,8 @@
 
 Three ranks on three hosts (scripts/hosts.py) reduce a mark, then two buckets of
 gradients and a norm in each of two iterations, as training steps do, and end with a
-barrier. The frames of the mirror port are written to tests/mirror/captures/ring.pcap.
+barrier. The frames of the mirror port are written to
+tests/flowcheck/captures/ring.pcap.
 Gradients are functions of (iteration, bucket, rank, element), so that tests can compute
 the sums.
 """
@@ -25,7 +26,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from moe_ckpt.mirror.marks import mark_of
+from moe_ckpt.flowcheck.mirror.marks import mark_of
 from scripts import hosts
 
 GROUP = b"the captured set"

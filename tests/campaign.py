@@ -56,7 +56,7 @@ from moe_ckpt.events import (
 )
 from moe_ckpt.replication import sender
 from moe_ckpt.replication.connection import Connection
-from moe_ckpt.replication.server_work import ServerWork
+from moe_ckpt.replication.update_work import UpdateWork
 from moe_ckpt.types import Phase
 from tests.elastic_job import ElasticJob, JobFailedError
 from tests.references import Outcome, uninterrupted
@@ -365,7 +365,7 @@ def copies_fail(*beginnings: str) -> None:
     """Let no blob whose key has one of these beginnings reach a peer; for a setup."""
     put = sender._Lane._put
 
-    def put_others(self: sender._Lane, key: str, link: Connection) -> ServerWork:
+    def put_others(self: sender._Lane, key: str, link: Connection) -> UpdateWork:
         if key.startswith(beginnings):
             raise CheckpointSaveError("a test lets this copy fail")
         return put(self, key, link)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import xxhash
 
-from moe_ckpt.engine.server_states import ServerStates
+from moe_ckpt.flowcheck.server_states import ServerStates
 from moe_ckpt.snapshot.adam_update import update_from_bytes
 from moe_ckpt.snapshot.arriving_update import ArrivingUpdate
 from moe_ckpt.snapshot.capture import SnapshotRequest

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from launcher.simulator.config import Simulation, compose_simulation
 from launcher.simulator.runner import Result, latest, run_simulation
-from moe_ckpt.config import require
+from moe_ckpt.config import FlowcheckConfig, require
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.checkpoint_interval import best_interval
 from moe_ckpt.sim.saving import Setup
@@ -96,7 +96,8 @@ def command_of(candidate: Candidate, arguments: Sequence[str]) -> list[str]:
         simulation.setup.cluster,
         simulation.setup.job.batch,
     )
-    servers = simulation.policy.served
+    policy = simulation.policy
+    mirrors = isinstance(policy, FlowcheckConfig) and policy.mirrors
     several = [
         # not fewer nodes, because a spare node takes the place of a lost node
         f"--nnodes={cluster.nodes}:{cluster.nodes}",
@@ -122,7 +123,7 @@ def command_of(candidate: Candidate, arguments: Sequence[str]) -> list[str]:
             f"train.{name}={getattr(batch, name)}"
             for name in batch.__dataclass_fields__
         ),
-        *(["train.distributed_optimizer=false"] if servers and servers.mirrors else []),
+        *(["train.distributed_optimizer=false"] if mirrors else []),
         *candidate.overrides,
     ]
 

@@ -21,6 +21,7 @@ from launcher.markdown_table import table_lines
 from launcher.simulator.config import compose_machine
 from launcher.simulator.runner import Result, Row, run_experiment
 from launcher.simulator.servers_page import CASES, JOB, server_lines
+from moe_ckpt.config import FlowcheckConfig
 
 CELLS = CONF_DIR.parent / "benchmarks" / "published.csv"
 """File of the published cells."""
@@ -301,8 +302,8 @@ def _server_usd_a_day(result: Result) -> float:
     There is one server for each two mirrored streams. FlowCheck, section 8.5, has the
     prices, and section 7 the two network cards of a server.
     """
-    policy, setup = result.simulation.policy.served, result.simulation.setup
-    assert policy is not None
+    policy, setup = result.simulation.policy, result.simulation.setup
+    assert isinstance(policy, FlowcheckConfig)
     layout = setup.job.layout
     num_servers = policy.captures * layout.pp * layout.tp / _STREAMS_OF_A_SERVER
     lost_usd = (1 - result.prediction.ettr) * setup.cluster.nodes * _NODE_USD_AN_HOUR

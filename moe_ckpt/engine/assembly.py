@@ -27,6 +27,11 @@ from moe_ckpt.config import (
     require,
 )
 from moe_ckpt.elastic.context import ElasticContext
+from moe_ckpt.engine.computed_snapshots import (
+    NOTHING_COMPUTED,
+    ComputedSnapshots,
+    NoSink,
+)
 from moe_ckpt.engine.in_memory import InMemoryCheckpointing
 from moe_ckpt.engine.in_memory_tier import InMemoryTier
 from moe_ckpt.engine.interfaces import RankAdapter
@@ -35,7 +40,6 @@ from moe_ckpt.engine.measurements import Measurements
 from moe_ckpt.engine.partial_recovery import PartialPolicy, PartialRecovery
 from moe_ckpt.engine.rank_memory import RankMemory
 from moe_ckpt.engine.rank_parts import RankParts
-from moe_ckpt.engine.server_states import ServerStates
 from moe_ckpt.engine.shared_room import require_shared_room
 from moe_ckpt.engine.snapshot_stores import SnapshotStore
 from moe_ckpt.engine.stage_profiles import SharedProfiles, share_profiles
@@ -44,7 +48,7 @@ from moe_ckpt.engine.state_loss import StateLosses
 from moe_ckpt.engine.token_account import TokenAccount
 from moe_ckpt.engine.window_recovery import WindowRecovery
 from moe_ckpt.engine.window_sources import WindowSources
-from moe_ckpt.events import EventLog, ServersChanged
+from moe_ckpt.events import EventLog
 from moe_ckpt.faults.schedule import FaultSchedule, StateLoss
 from moe_ckpt.policies.flowcheck import ServerSnapshots
 from moe_ckpt.policies.full_snapshots import WholeSnapshots
@@ -56,7 +60,6 @@ from moe_ckpt.policies.stage_profile import StageProfile
 from moe_ckpt.policies.window_cost import alone_share
 from moe_ckpt.policies.window_sizes import WindowSizes
 from moe_ckpt.ports import Policy
-from moe_ckpt.replication.placement import placement_lines
 from moe_ckpt.types import OperatorKind
 
 
@@ -92,6 +95,7 @@ class InMemoryAssembly:
         losses: Sequence[StateLoss] = (),
         *,
         on_divergence: str = DIVERGENCES[0],
+        computed: ComputedSnapshots = NOTHING_COMPUTED,
     ) -> None:
         """Store the settings. Nothing is opened before the first generation.
 
@@ -106,6 +110,7 @@ class InMemoryAssembly:
             losses: Losses of state that are injected on purpose, in living processes.
             on_divergence: One of `config.DIVERGENCES`, for a replay that differs from
                 the state of a healthy rank.
+            computed: Snapshots that processes other than workers compute.
 
         Raises:
             ConfigError: A loss names a stage or a rank that the job does not have.
@@ -121,6 +126,7 @@ class InMemoryAssembly:
             else folder
         )
         self._on_divergence = on_divergence
+        self._computed = computed
         self._schedule = FaultSchedule(losses)
         self._schedule.check_fit(self._place.num_stages, self._place.identity.layout.dp)
         self._parts: RankParts | None = None
@@ -142,7 +148,7 @@ class InMemoryAssembly:
         """
         # first: a replacement was alone while it built its model
         self._adapter.operators.meet()
-        num_copies = self._elastic.replicas if self._elastic else 0
+        num_copies = self._elastic.holders.num_peers if self._elastic else 0
         profiles = self._gather_profiles()
         self._require_time_for_copies(profiles.stages, num_copies)
         if profiles is not self._profiles:
@@ -158,17 +164,17 @@ class InMemoryAssembly:
             policy if isinstance(policy, PartialExperts | PopularExperts) else None
         )
         if self._elastic:
-            hosts = self._elastic.hosts
-            # before `use_peers`, which then names the servers that all ranks can reach
-            if hosts and hosts.agree(self._place.ranks):
-                self._events.append(ServersChanged(addresses=", ".join(hosts.present)))
+            # before `use_peers`, which then names the holders that all ranks can reach
+            if changed := self._elastic.holders.agree(self._place.ranks):
+                self._events.append(changed)
             # a daemon that was replaced since the last generation has another address
             self._elastic.use_peers()
         if self._parts is None:
             self._parts = self._open_parts(policy, has_account=partial is not None)
         parts = self._parts
         store = SnapshotStore(parts)
-        tier = InMemoryTier(self._config, parts, store, self._server_states(parts))
+        sink = self._computed.sink(parts, self._elastic) if self._elastic else NoSink()
+        tier = InMemoryTier(self._config, parts, store, sink)
         stage_recovery = None if partial else StageRecovery(parts, self._on_divergence)
         checkpointing = InMemoryCheckpointing(
             parts,
@@ -182,7 +188,12 @@ class InMemoryAssembly:
             ),
             stage_recovery=stage_recovery,
             job_recovery=self._job_recovery(parts, store, partial, stage_recovery),
-            notes=[*policy.notes(), *self._adapter.notes, *self._placement()],
+            notes=[
+                *policy.notes(),
+                *self._adapter.notes,
+                *self._computed.notes,
+                *(self._elastic.holders.lines() if self._elastic else ()),
+            ],
             require_room=lambda: self._require_room(policy),
         )
         return policy, checkpointing
@@ -230,14 +241,6 @@ class InMemoryAssembly:
             forecast.total_bytes - forecast.snapshots_bytes
         )
 
-    def _server_states(self, parts: RankParts) -> ServerStates | None:
-        if self._config.served is None:
-            return None
-        assert self._elastic is not None, (
-            "checkpoint servers live beside supervised ranks"
-        )
-        return ServerStates(parts, self._config.served.max_lag_iters, self._elastic)
-
     def _job_recovery(
         self,
         parts: RankParts,
@@ -250,32 +253,15 @@ class InMemoryAssembly:
         if partial:
             return PartialRecovery(parts, store, partial, self._elastic)
         assert stage_recovery is not None, "only units are loaded without a replay"
-        servers_lead = self._config.served is not None
-        sources = WindowSources(
-            parts, stage_recovery, self._elastic, servers_lead=servers_lead
-        )
-        recovers_locally = self._config.recovers_locally
+        computed = self._computed.source(parts, self._elastic)
         return WindowRecovery(
             parts,
-            sources,
+            WindowSources(parts, stage_recovery, self._elastic, computed),
             stage_recovery,
             self._elastic,
-            recovers_locally=recovers_locally,
+            computed,
+            recovers_locally=self._config.recovers_locally,
         )
-
-    def _placement(self) -> list[str]:
-        if self._elastic is None:
-            return []
-        elastic = self._elastic
-        if elastic.uses_hosts:
-            return elastic.hosts_lines()
-        lines = placement_lines(
-            world_size=self._place.identity.layout.world_size,
-            ranks_per_node=elastic.ranks_per_node,
-            replicas=elastic.replicas,
-            peers=elastic.peers,
-        )
-        return ["where copies of host memory are:", *lines]
 
     def _require_time_for_copies(
         self, stages: Sequence[StageProfile], num_copies: int

@@ -22,10 +22,10 @@ import logging
 
 from moe_ckpt.collectives import reduce_extremes
 from moe_ckpt.config import InMemoryConfig
+from moe_ckpt.engine.computed_snapshots import GradientSink
 from moe_ckpt.engine.expert_tokens import ExpertTokens
 from moe_ckpt.engine.iteration_logs import IterationLogs
 from moe_ckpt.engine.rank_parts import RankParts
-from moe_ckpt.engine.server_states import ServerStates
 from moe_ckpt.engine.snapshot_stores import SnapshotStore
 from moe_ckpt.engine.window_agreement import WindowAgreement
 from moe_ckpt.errors import CheckpointSaveError
@@ -49,7 +49,7 @@ class InMemoryTier:
         config: InMemoryConfig,
         parts: RankParts,
         store: SnapshotStore,
-        servers: ServerStates | None = None,
+        sink: GradientSink,
     ) -> None:
         self.logs = IterationLogs(config, parts)
         self._strict = config.strict
@@ -59,7 +59,7 @@ class InMemoryTier:
         self._operators = parts.adapter.operators
         self._memory = parts.memory
         self._store = store
-        self._servers = servers
+        self._sink = sink
         self._events = parts.events
         self._meter = parts.meter
         self._experts = ExpertTokens(config, parts)
@@ -120,9 +120,8 @@ class InMemoryTier:
         self._experts.count()
         if self._agreement.awaits:
             self._confirm(wait=waits)
-        if self._servers:
-            with self._meter.stalling():
-                self._servers.ready(iteration, gradients)
+        with self._meter.stalling():
+            self._sink.ready(iteration, gradients)
         if not self._agreement.disk.is_writing:
             # does not wait here; a write that is not registered keeps iterations from
             # being quiet
@@ -148,11 +147,10 @@ class InMemoryTier:
             CheckpointSaveError: The window before is not complete on every rank, or its
                 write failed, and `ckpt.strict` is set.
         """
-        if self._servers:
-            if self._servers.goes_on:
-                self._hand_over(self._servers, plan)
-                return
-            self._servers.reset()
+        if self._sink.goes_on:
+            self._hand_over(plan)
+            return
+        self._sink.reset()
         if self._agreement.awaits:
             # decide first: otherwise the window in flight is dropped, and was taken for
             # nothing
@@ -189,7 +187,7 @@ class InMemoryTier:
         If a rank has no other window, wait until the snapshot is kept: a fault can come
         at any time. No snapshot is taken if all ranks have a whole snapshot of this
         very state, to which all ranks went back, unless the snapshot is to go to disk.
-        Servers that continue from a snapshot that all ranks have restored need no
+        A sink that continues from a snapshot that all ranks have restored needs no
         further snapshot.
 
         Args:
@@ -197,7 +195,7 @@ class InMemoryTier:
             to_disk: Whether the window that begins with this snapshot also goes to
                 disk.
         """
-        if self._servers and self._servers.adopt(plan.window_start):
+        if self._sink.adopt(plan.window_start):
             return
         windows = self._memory.snapshots.windows()
         has_state = any(
@@ -219,16 +217,18 @@ class InMemoryTier:
             # training waits for the whole of this snapshot, and for no other
             self._meter.drop_snapshot()
 
-    def _hand_over(self, servers: ServerStates, plan: SlotPlan) -> None:
-        """Let servers compute the plan's state from the gradients of the step."""
+    def _hand_over(self, plan: SlotPlan) -> None:
+        """Let the sink compute the plan's state from the gradients of the step."""
         self._collect(wait=True)  # the stream may begin with this snapshot
-        # servers have no generators and no schedule: a recovery takes both from the
-        # step log
+        # computed states have no generators and no schedule: a recovery takes both from
+        # the step log
         self.logs.log_start(plan.window_start + 1)
         kept = [self._memory.snapshots.in_flight(), *self._memory.snapshots.windows()]
         whole = [snapshot for window in kept if window for snapshot in window.snapshots]
         with self._meter.stalling():
-            servers.hand_over(self._store.wanted(plan)[0], whole[0] if whole else None)
+            self._sink.hand_over(
+                self._store.wanted(plan)[0], whole[0] if whole else None
+            )
 
     def stop_observing(self) -> None:
         """Stop logging transfers and counting tokens: the pass has ended."""
@@ -269,8 +269,7 @@ class InMemoryTier:
         self._meter.drop_snapshot()
         self._stage.abandon_pass()
         self._operators.freeze(())  # an interrupted replay leaves operators frozen
-        if self._servers:
-            self._servers.clear()
+        self._sink.clear()
         # the copier still reads tensors that the recovery overwrites
         self.settle()
         # after `settle`: the last snapshot may complete a window that other ranks have

@@ -18,7 +18,6 @@ import torch
 from moe_ckpt.collectives import Ranks
 from moe_ckpt.engine.token_account import TokenRate
 from moe_ckpt.events import CapacityBoosted
-from moe_ckpt.mirror.plan import BucketPlace, MirroredSums
 from moe_ckpt.snapshot.adam_update import AdamStep, Gradients
 from moe_ckpt.snapshot.boundary_log import BoundaryLog, LoggedEnds
 from moe_ckpt.snapshot.bubbles import PipelineBubbles
@@ -168,29 +167,6 @@ class Operators(Protocol):
 
         Args:
             frozen: Names of the operators.
-        """
-        ...
-
-
-class Mirror(Protocol):
-    """Reductions of this rank's gradients that servers capture from a mirror port."""
-
-    places: Mapping[PartKey, BucketPlace]
-    """Place of each captured gradient, by master weight. All other gradients are
-    tapped.
-    """
-
-    def mark(self) -> None:
-        """Let servers find the streams of the groups. Collective in the groups.
-
-        Servers can capture the reductions that follow the mark.
-        """
-        ...
-
-    def sums(self) -> tuple[MirroredSums, ...]:
-        """Return the reductions since the last call, or since the mark.
-
-        These are the reductions of one iteration.
         """
         ...
 
@@ -391,9 +367,6 @@ class RankAdapter:
 
     boost: Boost | None = None
     """Makes up lost tokens by higher capacity. None: lost tokens are not made up."""
-
-    mirror: Mirror | None = None
-    """Reductions that servers capture from a mirror port. None: no server captures."""
 
     notes: Sequence[str] = ()
     """Lines for the log at the start."""

@@ -23,6 +23,7 @@ import torch
 
 from moe_ckpt.collectives import gather_results
 from moe_ckpt.elastic.context import ElasticContext
+from moe_ckpt.engine.computed_snapshots import NoSource
 from moe_ckpt.engine.job_recovery import OnDisks, RecoveredState
 from moe_ckpt.engine.rank_parts import RankParts
 from moe_ckpt.engine.snapshot_stores import ACCOUNT, POLICY, START, SnapshotStore
@@ -93,7 +94,7 @@ class PartialRecovery:
         elastic: ElasticContext,
     ) -> None:
         assert parts.account is not None, "units go with an account of lost tokens"
-        self.copies = CopySurvey(parts, elastic)
+        self.copies = CopySurvey(parts, elastic, NoSource())
         self._place = parts.adapter.place
         self._stage = parts.adapter.stage
         self._operators = parts.adapter.operators
@@ -355,7 +356,10 @@ class PartialRecovery:
             if not wanted:
                 continue
             keys = [stock.held[mine][each] for each in wanted]
-            address, timeout_s = self._elastic.address_of(holder), self._elastic.copy_s
+            address, timeout_s = (
+                self._elastic.holders.address(holder),
+                self._elastic.copy_s,
+            )
             try:
                 fetch_blobs(
                     address,

@@ -6,22 +6,20 @@ decide which copies a recovery uses.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moe_ckpt.collectives import gather_results
 from moe_ckpt.elastic.context import ElasticContext
+from moe_ckpt.engine.computed_snapshots import SnapshotSource
 from moe_ckpt.engine.rank_parts import RankParts
 from moe_ckpt.engine.step_state import StepState
-from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
+from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.recovery.target import Standing, Target, plan_target
-from moe_ckpt.replication.fetch import clear_held, list_held
 from moe_ckpt.snapshot.blob_keys import is_record, newest_snapshot
 from moe_ckpt.snapshot.blobs import BlobFolder, held_paths
 from moe_ckpt.types import ReadyGradients
 
-_log = logging.getLogger(__name__)
 _Found = tuple[
     tuple[int, int | None, bool, bool],
     bool,
@@ -54,16 +52,17 @@ class JobProgress:
 class CopySurvey:
     """One rank's view of the snapshots of all ranks."""
 
-    def __init__(self, parts: RankParts, elastic: ElasticContext) -> None:
+    def __init__(
+        self, parts: RankParts, elastic: ElasticContext, computed: SnapshotSource
+    ) -> None:
         self._place = parts.adapter.place
         self._memory = parts.memory
         self._elastic = elastic
+        self._computed = computed
         self._held: Mapping[int, frozenset[str]] = {}
         self._has_dropped_all = False
-        self.on_hosts: Mapping[int, frozenset[str]] = {}
-        """Keys of this rank's blobs on servers of other hosts, by the number of the
-        server among holders.
-        """
+        self.listed: Mapping[int, frozenset[str]] = {}
+        """Keys of this rank's computed snapshots on other machines, by holder."""
 
     def stop_copying(self, state: StepState) -> JobProgress:
         """Stop changes of copies, and list the copies of this rank's blobs. Collective.
@@ -83,8 +82,7 @@ class CopySurvey:
         if self._memory.publisher:
             # first: a new blob could replace a copy that is the last source
             self._memory.publisher.stop_copying()
-        self._flush()
-        self.on_hosts = self._list_hosts()
+        self.listed = self._computed.list()
         found = gather_results(
             self._place.ranks, lambda: self._find(state), CheckpointLoadError
         )
@@ -93,7 +91,7 @@ class CopySurvey:
             rank: held.get(mine, frozenset())
             for rank, (_, _, held, _) in enumerate(found)
         }
-        self._held = {**in_ranks, **self.on_hosts}
+        self._held = {**in_ranks, **self.listed}
         standings = [
             Standing(stage=stage, reached=reached, prepared=prepared, whole=whole)
             for (stage, reached, prepared, whole), *_ in found
@@ -111,12 +109,12 @@ class CopySurvey:
     def resume_copying(self) -> None:
         """Send this rank's blobs to peers again.
 
-        After `drop_all`, peers and servers drop the blobs that they hold: a survey
-        would mistake abandoned states for the newest.
+        After `drop_all`, holders drop the blobs that they have: a survey would mistake
+        abandoned states for the newest.
         """
         publisher, dropped = self._memory.publisher, self._has_dropped_all
         self._has_dropped_all = False
-        self._clear_other_hosts()
+        self._computed.abandon()
         if publisher:
             # a rank without windows lets peers keep the rank's blobs, which may be the
             # last source
@@ -141,69 +139,10 @@ class CopySurvey:
 
     def held_for_me(self) -> list[frozenset[str]]:
         """Return the keys of this rank's blobs that each peer reported."""
-        return [self._held.get(holder, frozenset()) for holder in self._elastic.holders]
-
-    def _list_hosts(self) -> dict[int, frozenset[str]]:
-        """Return this rank's keys on all servers of other hosts.
-
-        The result includes servers that no longer hold this rank's states.
-        """
-        found: dict[int, frozenset[str]] = {}
-        elastic, mine = self._elastic, self._place.shard.global_rank
-        for holder in elastic.servers_on_hosts:
-            try:
-                keys = list_held(
-                    elastic.address(holder),
-                    elastic.ticket,
-                    mine,
-                    timeout_s=elastic.copy_s,
-                )
-                found[holder] = frozenset(keys)
-            except CheckpointLoadError as error:
-                _log.warning("a server has no states for this recovery: %s", error)
-        return found
-
-    def _clear_other_hosts(self) -> None:
-        """Let servers that are not holders of this rank drop the rank's older states.
-
-        All ranks may abandon these states later.
-        """
-        elastic, mine = self._elastic, self._place.shard.global_rank
-        for holder in [
-            holder
-            for holder, keys in self.on_hosts.items()
-            if keys and holder not in elastic.holders
-        ]:
-            try:
-                clear_held(
-                    elastic.address(holder),
-                    elastic.ticket,
-                    mine,
-                    timeout_s=elastic.copy_s,
-                )
-            except CheckpointLoadError as error:
-                # an unreachable server is not used any more after the next fault
-                _log.warning("older states stay: %s", error)
-
-    def _flush(self) -> None:
-        """Wait until servers have computed all states.
-
-        A state that is computed later would miss the survey and never be dropped.
-        """
-        daemon = self._elastic.daemon
-        if daemon is None or not self._elastic.serves_itself:
-            return
-        self._elastic.page.wait_for_copies(True)
-        try:
-            # a request without keys is done once all earlier requests are done
-            daemon.copy([]).result(self._elastic.copy_s)
-        except (CheckpointSaveError, TimeoutError) as error:
-            _log.warning(
-                "servers may make further states during the survey: %s",
-                error or "no answer in time",
-            )
-        finally:
-            self._elastic.page.wait_for_copies(False)
+        return [
+            self._held.get(holder, frozenset())
+            for holder in self._elastic.holders.numbers
+        ]
 
     def _find(self, state: StepState) -> _Found:
         paths = held_paths(self._elastic.memory)
@@ -222,7 +161,7 @@ class CopySurvey:
             or any(window.start for window in windows)
             or any(
                 any(map(is_record, keys)) or newest_snapshot(keys)
-                for keys in (*held.values(), *self.on_hosts.values())
+                for keys in (*held.values(), *self.listed.values())
             )
         )
         standing = (

@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from moe_ckpt.collectives import gather_results
 from moe_ckpt.elastic.context import ElasticContext
+from moe_ckpt.engine.computed_snapshots import SnapshotSource
 from moe_ckpt.engine.job_recovery import OnDisks, RecoveredState
 from moe_ckpt.engine.rank_parts import RankParts
 from moe_ckpt.engine.stage_recovery import StageRecovery
@@ -46,6 +47,7 @@ class WindowRecovery:
         sources: WindowSources,
         stage_recovery: StageRecovery,
         elastic: ElasticContext,
+        computed: SnapshotSource,
         *,
         recovers_locally: bool,
     ) -> None:
@@ -54,8 +56,8 @@ class WindowRecovery:
         self._memory = parts.memory
         self._sources = sources
         self._stage_recovery = stage_recovery
-        self.copies = CopySurvey(parts, elastic)
-        self._elastic = elastic
+        self.copies = CopySurvey(parts, elastic, computed)
+        self._computed = computed
         self._recovers_locally = recovers_locally
 
     def run(self, state: StepState) -> RecoveredState:
@@ -72,15 +74,12 @@ class WindowRecovery:
         self._sources.fill_records(progress.gradients)
         live = self._finish_or_undo(state, target) if target else False
         if begins_anew or not (all_go_back or progress.has_left_start):
-            # servers drop their states too: the next survey would mistake these states
-            # for the newest
-            if self._sources.servers_lead:
-                self.copies.drop_all()
-            else:
-                self._memory.clear()
+            # holders drop their copies, too: the next survey would mistake the copies
+            # for the newest states
+            self.copies.drop_all()
             return RecoveredState(iteration=None)
         started_s = time.monotonic()
-        brought_bytes = self._bring_from_hosts()
+        brought_bytes = self._bring_computed()
         plan, fetched_bytes = self._plan_and_fetch(target, state.replayed)
         fetch_s = time.monotonic() - started_s
         if plan.rollback_of(self._place.stage):
@@ -93,7 +92,7 @@ class WindowRecovery:
         executed_iters = self._stage_recovery.carry_out(
             plan, live=is_there, progress=state.replay_reached
         )
-        self._sources.drop_brought()
+        self._computed.release()
         # drop later records, too: with these records a window would claim to lead to
         # iterations that no rank has reached
         self._keep_safest()
@@ -209,8 +208,8 @@ class WindowRecovery:
         """Return every rank's sources.
 
         Copies are listed only for ranks whose own memory does not lead to the target,
-        or for all ranks if checkpoint servers lead. Own windows are not verified here:
-        see `StageRecovery.is_intact`.
+        or for all ranks if copies may be newer. Own windows are not verified here: see
+        `StageRecovery.is_intact`.
         """
         goal = target.iteration if target else None
         own = gather_results(
@@ -223,7 +222,7 @@ class WindowRecovery:
         poor = [
             each.global_rank
             for each in own
-            if self._sources.servers_lead or not each.leads_to(goal)
+            if self._sources.copies_may_lead or not each.leads_to(goal)
         ]
         held = gather_results(
             self._place.ranks,
@@ -235,26 +234,26 @@ class WindowRecovery:
             for inventory, copies in zip(own, held, strict=True)
         ]
 
-    def _bring_from_hosts(self) -> int:
-        """Copy this rank's part of the newest common state from servers of other hosts.
+    def _bring_computed(self) -> int:
+        """Fetch this rank's part of the newest common state that others computed.
 
         The newest common state is of the newest iteration that all ranks have, in
-        memory or on servers of other hosts. Afterwards the recovery treats this node as
-        if a server on this node had this one state.
+        memory or as a computed snapshot on other machines. Afterwards the recovery
+        continues as if the snapshot had been computed on this machine.
 
         Returns:
-            The bytes of the copy.
+            The fetched bytes.
         """
-        if not self._elastic.uses_hosts:
+        if not self._computed.is_remote:
             return 0
-        ranks, on_hosts = self._place.ranks, self.copies.on_hosts
+        ranks, listed = self._place.ranks, self.copies.listed
         # keys first, then one state: each state that crosses the network may be a whole
         # model
         of_each = gather_results(
-            ranks, lambda: self._sources.starts(on_hosts), CheckpointLoadError
+            ranks, lambda: self._sources.starts(listed), CheckpointLoadError
         )
         for start in sorted(frozenset.intersection(*of_each), reverse=True):
-            bring = functools.partial(self._sources.bring, start, on_hosts)
+            bring = functools.partial(self._sources.bring, start, listed)
             brought = gather_results(ranks, bring, CheckpointLoadError)
             if None not in brought:
                 return brought[ranks.rank] or 0

@@ -1,9 +1,9 @@
 """The windows of one rank, and bringing windows into the rank's memory.
 
-Windows are in the rank's memory, on the node's checkpoint server, held for other ranks,
-and on the rank's disk. Owns: finding windows, and bringing those that a plan names into
-the rank's own memory. All windows outside the memory are verified as they are found.
-Must not: choose among windows.
+Windows are in the rank's memory, in the source of computed snapshots, held for other
+ranks, and on the rank's disk. Owns: finding windows, and bringing those that a plan
+names into the rank's own memory. All windows outside the memory are verified as they
+are found. Must not: choose among windows.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from moe_ckpt.elastic.context import ElasticContext
+from moe_ckpt.engine.computed_snapshots import SnapshotSource
 from moe_ckpt.engine.rank_parts import RankParts
 from moe_ckpt.engine.stage_recovery import StageRecovery
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError, lacks_room
@@ -50,19 +51,14 @@ class Fetched:
 
 
 class WindowSources:
-    """The windows of one generation. All calls are local.
-
-    With `servers_lead` the newest windows are not in the rank's memory but on
-    checkpoint servers, one of which is on the rank's own node.
-    """
+    """The windows of one generation. All calls are local."""
 
     def __init__(
         self,
         parts: RankParts,
         stage_recovery: StageRecovery,
         elastic: ElasticContext,
-        *,
-        servers_lead: bool,
+        computed: SnapshotSource,
     ) -> None:
         self._place = parts.adapter.place
         self._memory = parts.memory
@@ -70,7 +66,12 @@ class WindowSources:
         self._elastic = elastic
         # if so, this rank's records hold a gradient that no other rank has
         self._logs_tied = parts.adapter.tied_gradient_bytes > 0
-        self.servers_lead = servers_lead
+        self._computed = computed
+
+    @property
+    def copies_may_lead(self) -> bool:
+        """Whether copies on peers may be newer than windows in the owners' memory."""
+        return self._computed.near is not None
 
     def fill_records(self, facts: Mapping[int, ReadyGradients]) -> None:
         """Add facts that all ranks share to this rank's step log.
@@ -91,8 +92,8 @@ class WindowSources:
     def own(self, goal: int | None) -> Inventory:
         """Return this rank's own windows.
 
-        These are the windows in the rank's memory and, if the node has a checkpoint
-        server, on that server.
+        These are the windows in the rank's memory, and the computed snapshots on this
+        machine.
 
         Args:
             goal: The iteration to which windows have to lead. None: any iteration.
@@ -101,9 +102,9 @@ class WindowSources:
             self._stage_recovery.inventory(goal),
             self._place.shard.global_rank,
         )
-        if not self.servers_lead:
+        if self._computed.near is None:
             return inventory
-        states = self._usable(BlobFolder(self._elastic.own_states), mine, goal)
+        states = self._usable(self._computed.near, mine, goal)
         windows = {window.start: window for window in (*states, *inventory.windows)}
         return replace(inventory, windows=tuple(windows.values()))
 
@@ -200,7 +201,7 @@ class WindowSources:
         fetch = next(
             (fetch for fetch in plan.fetches if fetch.global_rank == mine), None
         )
-        start = self._start_on_own_server(plan) if fetch is None else None
+        start = self._start_of_computed(plan) if fetch is None else None
         if publisher is None or (fetch is None and start is None):
             return Fetched()
         # the fetched log may lack the last records
@@ -210,7 +211,7 @@ class WindowSources:
             if fetch is not None:
                 size_bytes = self._fetch_from(fetch, folder)
             else:
-                self._read_own_server(start, folder)
+                self._read_computed(start, folder)
                 size_bytes = 0  # nothing crosses the network
             # verify here: a copy may be damaged, and all ranks can still plan again
             self._require(plan, folder)
@@ -229,8 +230,8 @@ class WindowSources:
                 holder,
                 error,
             )
-            # otherwise all ranks would plan again with a state on the own node's
-            # server, and fail again
+            # otherwise all ranks would plan again with a computed snapshot, and fail
+            # again
             keeps_own = fetch is not None and has_own == bool(
                 self._memory.snapshots.snapshots()
             )
@@ -279,63 +280,48 @@ class WindowSources:
             )
 
     def _fetch_from(self, fetch: Fetch, folder: BlobFolder) -> int:
-        """Fetch a peer's copies of this rank's blobs.
-
-        Of the states on a server, only the state that the plan needs is fetched.
-        """
+        """Fetch a peer's copies of the blobs that the plan needs."""
         elastic, mine = self._elastic, self._place.shard.global_rank
-        address, timeout_s, keys = (
-            elastic.address_of(fetch.source_rank),
-            elastic.copy_s,
-            None,
-        )
-        if self.servers_lead:
-            there = list_held(address, elastic.ticket, mine, timeout_s=timeout_s)
-            keys = [key for key in there if belongs_to(key, fetch.window_start)]
+        address = elastic.holders.address(fetch.source_rank)
+        there = list_held(address, elastic.ticket, mine, timeout_s=elastic.copy_s)
+        keys = [key for key in there if belongs_to(key, fetch.window_start)]
         return fetch_blobs(
-            address, elastic.ticket, mine, folder, keys, timeout_s=timeout_s
+            address, elastic.ticket, mine, folder, keys, timeout_s=elastic.copy_s
         )
 
-    def starts(self, on_hosts: Mapping[int, frozenset[str]]) -> frozenset[int]:
+    def starts(self, listed: Mapping[int, frozenset[str]]) -> frozenset[int]:
         """Return the starts of all windows of this rank.
 
-        These are the windows in memory and, judged by their keys, those on servers of
-        other hosts.
+        These are the windows in memory and, judged by their keys, the computed
+        snapshots on other machines.
 
         Args:
-            on_hosts: Keys of this rank's blobs, by the server that holds them.
+            listed: Keys of the computed snapshots, by holder.
         """
-        keys = frozenset[str]().union(*on_hosts.values())
+        keys = frozenset[str]().union(*listed.values())
         there = {start for key in keys if (start := newest_snapshot([key])) is not None}
         return frozenset(
             there | {window.start for window in self._memory.snapshots.windows()}
         )
 
-    def bring(self, start: int, on_hosts: Mapping[int, frozenset[str]]) -> int | None:
-        """Copy a window from a server of another host to `own_states`.
-
-        Nothing is copied if memory has the window.
+    def bring(self, start: int, listed: Mapping[int, frozenset[str]]) -> int | None:
+        """Fetch a computed snapshot to this machine, unless memory has the window.
 
         Args:
             start: The start of the window.
-            on_hosts: Keys of this rank's blobs, by the server that holds them.
+            listed: Keys of the computed snapshots, by holder.
 
         Returns:
-            The bytes of the window, 0 if memory has the window. None: no server has an
+            The bytes of the window, 0 if memory has the window. None: no holder has an
             intact copy.
         """
         if any(window.start == start for window in self._memory.snapshots.windows()):
             return 0
-        elastic, mine = self._elastic, self._place.shard.global_rank
-        folder = BlobFolder(elastic.own_states)
-        for holder, there in on_hosts.items():
-            folder.clear()  # drop the blobs of a failed fetch
+        mine = self._place.shard.global_rank
+        for holder, there in listed.items():
+            keys = sorted(key for key in there if belongs_to(key, start))
             try:
-                keys = sorted(key for key in there if belongs_to(key, start))
-                address, timeout_s = elastic.address(holder), elastic.copy_s
-                size_bytes = fetch_blobs(
-                    address, elastic.ticket, mine, folder, keys, timeout_s=timeout_s
-                )
+                size_bytes = self._computed.fetch(holder, keys)
             except CheckpointLoadError as error:
                 _log.warning(
                     "rank %d cannot have its state of iteration %d: %s",
@@ -344,44 +330,34 @@ class WindowSources:
                     error,
                 )
                 continue
-            if any(
-                window.start == start for window in self._usable(folder, mine, None)
-            ):
+            assert self._computed.near is not None
+            usable = self._usable(self._computed.near, mine, None)
+            if any(window.start == start for window in usable):
                 return size_bytes
         return None
 
-    def drop_brought(self) -> None:
-        """Free the memory of states that came from servers of other hosts.
-
-        By now the rank has loaded one of these states, or none.
-        """
-        if self._elastic.uses_hosts:
-            BlobFolder(self._elastic.own_states).clear()
-
-    def _start_on_own_server(self, plan: RecoveryPlan) -> int | None:
-        """Return the start of this rank's window if only the own node's server has it.
+    def _start_of_computed(self, plan: RecoveryPlan) -> int | None:
+        """Return the start of this rank's window if only a computed snapshot has it.
 
         The window is the one to which the plan rolls this rank back.
         """
         rollback = plan.rollback_of(self._place.stage)
-        if rollback is None or not self.servers_lead:
+        if rollback is None or self._computed.near is None:
             return None
         kept = {window.start for window in self._memory.snapshots.windows()}
         return None if rollback.window_start in kept else rollback.window_start
 
-    def _read_own_server(self, start: int | None, folder: BlobFolder) -> int:
-        """Copy the window with this start from the server of this rank's own node.
+    def _read_computed(self, start: int | None, folder: BlobFolder) -> int:
+        """Copy the computed snapshot of the window with this start.
 
         Returns:
             The bytes of the window.
         """
+        near = self._computed.near
         assert start is not None
-        held = BlobFolder(self._elastic.own_states)
+        assert near is not None
+        keys = [key for key in near.keys() if belongs_to(key, start)]  # noqa: SIM118
         try:
-            return copy_blobs(
-                held,
-                folder,
-                [key for key in held.keys() if belongs_to(key, start)],  # noqa: SIM118
-            )
+            return copy_blobs(near, folder, keys)
         except CheckpointSaveError as error:
             raise CheckpointLoadError(str(error)) from error

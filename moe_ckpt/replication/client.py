@@ -29,7 +29,7 @@ from moe_ckpt.replication.messages import (
     Persist,
     UsePeers,
 )
-from moe_ckpt.replication.server_work import ServerWork
+from moe_ckpt.replication.update_work import UpdateWork
 
 _RETRY_S = 0.02
 
@@ -82,7 +82,7 @@ class DaemonClient:
             except CheckpointSaveError:
                 self._connected(wait_s=self._timeout_s)
 
-    def copy(self, keys: Sequence[str]) -> Future[ServerWork]:
+    def copy(self, keys: Sequence[str]) -> Future[UpdateWork]:
         """Start copying own blobs to all peers.
 
         Args:
@@ -274,7 +274,7 @@ class _Connection:
             )
         if answer.failure is None:
             future.set_result(
-                ServerWork(busy_us=answer.busy_us, after_us=answer.after_us)
+                UpdateWork(busy_us=answer.busy_us, after_us=answer.after_us)
             )
         else:
             future.set_exception(CheckpointSaveError(answer.failure))

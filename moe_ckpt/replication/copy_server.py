@@ -41,7 +41,11 @@ from moe_ckpt.replication.replica_folder import ReplicaFolder
 from moe_ckpt.replication.server import ConnectionServer
 from moe_ckpt.replication.strangers import RareWarning, Strangers
 from moe_ckpt.replication.transfer import BlobParts, receive_blob, send_blob
-from moe_ckpt.snapshot.arriving_update import ArrivingUpdate, CapturedSums, no_capture
+from moe_ckpt.snapshot.arriving_update import (
+    ArrivingUpdate,
+    OpenGradients,
+    observes_nothing,
+)
 from moe_ckpt.snapshot.blob_keys import is_update
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path, is_key, own_path
 
@@ -57,15 +61,14 @@ _log = logging.getLogger(__name__)
 class HoldingRules:
     """The copies that a server accepts."""
 
-    serves_itself: bool = False
-    """Whether the server is a checkpoint server.
+    keeps_own: bool = False
+    """Whether the server also keeps copies for its own rank.
 
-    A checkpoint server also computes states of its own rank from gradients, and stores
-    the states as copies.
+    These copies are states of the rank that the server computes from gradients.
     """
 
-    captured: CapturedSums = no_capture
-    """Returns the gradients that the server reads from a mirror port."""
+    open_gradients: OpenGradients = observes_nothing
+    """Opens the gradients that the server observes by a way of its own."""
 
     most_bytes_per_owner: int | None = None
     """Most bytes of payloads for each owner. None: as much as there is."""
@@ -92,7 +95,7 @@ class CopyServer:
 
         Args:
             rank_folder: The rank's folder in shared memory.
-            global_rank: The rank; negative for a checkpoint server without a rank.
+            global_rank: The rank; negative for a server without a rank.
             ticket: The run, and the run's secret.
             host: Address of this node at which the server listens.
             timeout_s: Time without traffic after which the server closes a connection,
@@ -107,11 +110,7 @@ class CopyServer:
         self._timeout_s = timeout_s
         self._own = BlobFolder(own_path(rank_folder))
         self._lock = Lock()
-        name = (
-            f"rank {global_rank}'s daemon"
-            if global_rank >= 0
-            else "a checkpoint server"
-        )
+        name = f"rank {global_rank}'s daemon" if global_rank >= 0 else "a server"
         self._refusals = RareWarning(_log, f"{name} refused a connection")
         self._strangers = Strangers(_MOST_STRANGERS, RareWarning(_log, name))
         self._held: dict[int, ReplicaFolder] = {}  # folders by the owner's rank
@@ -191,7 +190,7 @@ class CopyServer:
         def begin(*blob: *BlobParts) -> _TimedUpdate:
             updates.append(
                 _TimedUpdate(
-                    ArrivingUpdate(*blob, self._rules.captured), self._updaters
+                    ArrivingUpdate(*blob, self._rules.open_gradients), self._updaters
                 )
             )
             return updates[0]
@@ -212,7 +211,7 @@ class CopyServer:
         The first request of a daemon's lifetime adopts existing files.
         """
         _require_keys(keys)
-        if owner_rank == self._global_rank and not self._rules.serves_itself:
+        if owner_rank == self._global_rank and not self._rules.keeps_own:
             raise RefusedError(
                 f"rank {owner_rank} keeps no copies for itself", garbled=False
             )

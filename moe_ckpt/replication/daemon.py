@@ -25,9 +25,6 @@ from typing import NoReturn
 
 from moe_ckpt.agent import die_with_parent
 from moe_ckpt.config import NO_CAPS, MaxBytesPerS
-from moe_ckpt.mirror.capture import MirrorCapture
-from moe_ckpt.mirror.port import MirrorPort
-from moe_ckpt.mirror.watcher import Watcher
 from moe_ckpt.private_files import FILE_MODE, make_private
 from moe_ckpt.replication.client import daemon_socket
 from moe_ckpt.replication.connection import Connection
@@ -46,8 +43,8 @@ from moe_ckpt.replication.messages import (
 )
 from moe_ckpt.replication.sender import Replicator
 from moe_ckpt.replication.server import ConnectionServer
-from moe_ckpt.replication.server_work import NO_WORK, ServerWork
-from moe_ckpt.snapshot.arriving_update import no_capture
+from moe_ckpt.replication.update_work import NO_WORK, UpdateWork
+from moe_ckpt.snapshot.arriving_update import OpenGradients, observes_nothing
 from moe_ckpt.snapshot.blobs import BlobFolder, own_path
 from moe_ckpt.snapshot.token_bucket import Throttle
 
@@ -55,23 +52,6 @@ from moe_ckpt.snapshot.token_bucket import Throttle
 _LOOK_EVERY_S = 1.0
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MirrorSettings:
-    """The mirror port of a checkpoint server."""
-
-    interface: str
-    """Network interface of the port."""
-
-    captures: int
-    """Number of ranks to watch in each ring."""
-
-    loss: float
-    """Share of its frames that each capture drops on purpose."""
-
-    keep_iters: int
-    """Number of iterations whose captured gradients stay."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,11 +79,8 @@ class DaemonSettings:
     caps: MaxBytesPerS = NO_CAPS
     """Caps on the daemon's traffic, in bytes per second."""
 
-    serves_itself: bool = False
-    """Whether the daemon is also a checkpoint server of its own rank."""
-
-    mirror: MirrorSettings | None = None
-    """Mirror port that the checkpoint server reads. None: no port."""
+    keeps_own: bool = False
+    """Whether the daemon also keeps states of its own rank, computed from gradients."""
 
     most_bytes_per_owner: int | None = None
     """Most bytes of payloads that the daemon holds for one rank. None: no limit."""
@@ -115,6 +92,7 @@ def run_daemon(
     supervisor_pid: int,
     may_send: Callable[[], bool],
     announce: Callable[[Address], None],
+    observe: Callable[[], OpenGradients] = lambda: observes_nothing,
 ) -> NoReturn:
     """Run the daemon in this process, which the supervisor has forked.
 
@@ -127,10 +105,11 @@ def run_daemon(
             training communicates.
         announce: Called once with the server's address, when the daemon is ready for
             its worker.
+        observe: Begins to observe gradients in this process, and returns their opener.
 
     Raises:
         OSError: The daemon cannot listen.
-        ConfigError: The mirror port cannot be opened.
+        ConfigError: Gradients cannot be observed.
     """
     die_with_parent(signal.SIGKILL, parent=supervisor_pid)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
@@ -144,10 +123,8 @@ def run_daemon(
         host=place.host,
         timeout_s=place.timeout_s,
         rules=HoldingRules(
-            serves_itself=place.serves_itself,
-            captured=open_mirror(place.mirror, place.global_rank).sums
-            if place.mirror
-            else no_capture,
+            keeps_own=place.keeps_own,
+            open_gradients=observe(),
             most_bytes_per_owner=place.most_bytes_per_owner,
         ),
     )
@@ -178,22 +155,6 @@ def run_daemon(
                 place.global_rank,
                 error,
             )
-
-
-def open_mirror(mirror: MirrorSettings, seed: int) -> MirrorCapture:
-    """Begin to read the mirror port.
-
-    Args:
-        mirror: Settings of the port.
-        seed: Seed for the choice of frames to drop.
-
-    Raises:
-        ConfigError: The port cannot be opened.
-    """
-    watcher = Watcher(mirror.captures, loss=mirror.loss, seed=seed)
-    return MirrorCapture(
-        MirrorPort(mirror.interface), watcher, keep_iters=mirror.keep_iters
-    )
 
 
 class WorkerServer:
@@ -301,7 +262,7 @@ class _Worker:
         self._timeout_s = timeout_s
         self._lock = Lock()
 
-    def answer(self, number: int, copied: Future[ServerWork] | Future[None]) -> None:
+    def answer(self, number: int, copied: Future[UpdateWork] | Future[None]) -> None:
         failure = copied.exception()
         work = NO_WORK if failure else copied.result() or NO_WORK
         reason = None if failure is None else str(failure)

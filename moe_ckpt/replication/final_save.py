@@ -90,13 +90,11 @@ def save_last(rank_folder: Path) -> None:
     target = _target_of(rank_folder)
     if target is None:
         return
-    own, served = (
-        BlobFolder(own_path(rank_folder)),
-        BlobFolder(held_path(rank_folder, target.shard.global_rank)),
-    )
+    own = BlobFolder(own_path(rank_folder))
+    computed = BlobFolder(held_path(rank_folder, target.shard.global_rank))
     disk = Path(target.path)
-    # a checkpoint server of the rank itself has newer states than the rank
-    for folder in (own, served):
+    # states that the rank's daemon computed from gradients are newer than the rank's
+    for folder in (own, computed):
         # a worker may have died while it replaced the folder's contents
         folder.settle()
         for keys in windows_in(folder):

@@ -21,13 +21,13 @@ from typing import Any, Protocol
 import torch
 
 from moe_ckpt.errors import CheckpointSaveError, PeersLostError
-from moe_ckpt.mirror.plan import Mirrored
 from moe_ckpt.replication.copy_times import CopyTimes, SentCopy
 from moe_ckpt.replication.local_disk import LocalDisk
-from moe_ckpt.replication.server_work import NO_WORK, ServerWork
+from moe_ckpt.replication.update_work import NO_WORK, UpdateWork
 from moe_ckpt.snapshot.adam_update import (
     AdamStep,
     Gradients,
+    ObservedGradients,
     Update,
     can_be_updated,
     pack_gradients,
@@ -238,7 +238,7 @@ class Publisher:
         steps: Sequence[AdamStep | None],
         packed: torch.Tensor,
         packed_bytes: int,
-        mirrored: Mirrored | None = None,
+        observed: ObservedGradients | None = None,
     ) -> str:
         """Let peers compute a state from the state before.
 
@@ -251,7 +251,7 @@ class Publisher:
             packed: Gradients, then buffers: memory of `updates`. The publisher releases
                 this memory once peers have the gradients, or after an error.
             packed_bytes: Bytes of `packed` that belong to the update.
-            mirrored: Gradients that peers capture, and that are not in `packed`.
+            observed: Gradients that peers observe, and that are not in `packed`.
 
         Returns:
             The key of the new state.
@@ -275,7 +275,7 @@ class Publisher:
                     steps=tuple(steps),
                     header=header,
                     seals=True,
-                    mirrored=mirrored,
+                    observed=observed,
                 )
                 self.folder.publish(
                     update_key(key), update_to_bytes(update), packed, packed_bytes
@@ -319,7 +319,7 @@ class Publisher:
                 )
         return all(copy is not None and copy.done() for copy in copies)
 
-    def work_for(self, key: str) -> ServerWork:
+    def work_for(self, key: str) -> UpdateWork:
         """Return the work of the slowest server for a state that all servers have.
 
         Returns:
@@ -329,7 +329,7 @@ class Publisher:
             copy = self._copying.get(key) if self._copying else None
         return (
             copy.result()
-            if copy and copy.done() and isinstance(copy.result(), ServerWork)
+            if copy and copy.done() and isinstance(copy.result(), UpdateWork)
             else NO_WORK
         )
 

@@ -27,8 +27,8 @@ from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.replication.connection import Connection, RefusedError
 from moe_ckpt.replication.messages import Address, Done, Drop, Put, Ticket
 from moe_ckpt.replication.retrying_client import RetryingClient
-from moe_ckpt.replication.server_work import NO_WORK, ServerWork, slowest
 from moe_ckpt.replication.transfer import send_blob
+from moe_ckpt.replication.update_work import NO_WORK, UpdateWork, slowest
 from moe_ckpt.snapshot.adam_update import update_from_bytes
 from moe_ckpt.snapshot.blob_keys import is_step, is_update
 from moe_ckpt.snapshot.blobs import Blob, BlobFolder
@@ -107,7 +107,7 @@ class Replicator:
         for lane in itertools.chain(*gone):
             lane.close()
 
-    def copy(self, keys: Sequence[str]) -> Future[ServerWork]:
+    def copy(self, keys: Sequence[str]) -> Future[UpdateWork]:
         """Start copying blobs to all peers.
 
         Args:
@@ -122,7 +122,7 @@ class Replicator:
         until_s = time.monotonic() + self._deadline_s
         with self._lock:
             if self._peers is None and keys:
-                failed: Future[ServerWork] = Future()
+                failed: Future[UpdateWork] = Future()
                 failed.set_exception(
                     CheckpointSaveError(
                         "copies: got no peers yet, wanted to be told which to use"
@@ -194,7 +194,7 @@ class _Lane:
             max_workers=1, thread_name_prefix="replicator"
         )
 
-    def copy(self, keys: Sequence[str], until_s: float) -> Future[ServerWork]:
+    def copy(self, keys: Sequence[str], until_s: float) -> Future[UpdateWork]:
         return self._thread.submit(self._copy_all, tuple(keys), until_s)
 
     def drop(self, keys: Sequence[str], until_s: float) -> Future[None]:
@@ -207,7 +207,7 @@ class _Lane:
         # no wait: the thread may try to connect until its deadline
         self._thread.shutdown(wait=False)
 
-    def _copy_all(self, keys: Sequence[str], until_s: float) -> ServerWork:
+    def _copy_all(self, keys: Sequence[str], until_s: float) -> UpdateWork:
         return slowest(
             self._caller.call(f"copy of {key}", partial(self._put, key), until_s)
             for key in keys
@@ -219,7 +219,7 @@ class _Lane:
             f"dropping {', '.join(keys)}", lambda link: link.ask(request, Done), until_s
         )
 
-    def _put(self, key: str, link: Connection) -> ServerWork:
+    def _put(self, key: str, link: Connection) -> UpdateWork:
         if not is_update(key):
             return self._send(link, key)
         update = update_from_bytes(self._own.get(key).header)
@@ -249,7 +249,7 @@ class _Lane:
         self._refused[unit] = 0
         return True
 
-    def _send(self, link: Connection, key: str) -> ServerWork:
+    def _send(self, link: Connection, key: str) -> UpdateWork:
         blob = self._own.get(key)
 
         def pace(nbytes: int) -> None:
@@ -264,7 +264,7 @@ class _Lane:
             link, self._own, key, blob, pace, Put(owner_rank=self._owner_rank, key=key)
         )
         done = link.expect(Done)
-        return ServerWork(busy_us=done.busy_us, after_us=done.after_us)
+        return UpdateWork(busy_us=done.busy_us, after_us=done.after_us)
 
     def _sleep(self, seconds: float, key: str, blob: Blob) -> bool:
         """Wait for tokens, while the peer is in use and the blob is published.
@@ -292,18 +292,18 @@ class _Lane:
             self._caller.pause(_YIELD_S)
 
 
-def _all_done(parts: Sequence[Future[ServerWork]]) -> Future[ServerWork]:
+def _all_done(parts: Sequence[Future[UpdateWork]]) -> Future[UpdateWork]:
     """Return a future for a whole copy.
 
     Returns:
         A future that completes once all parts have completed, and fails with all
         reasons if any part has failed.
     """
-    whole: Future[ServerWork] = Future()
+    whole: Future[UpdateWork] = Future()
     whole.set_running_or_notify_cancel()  # no caller can cancel the future from here on
     lock, num_left = Lock(), len(parts)
 
-    def finish(_: Future[ServerWork]) -> None:
+    def finish(_: Future[UpdateWork]) -> None:
         nonlocal num_left
         with lock:
             num_left -= 1
@@ -318,7 +318,7 @@ def _all_done(parts: Sequence[Future[ServerWork]]) -> Future[ServerWork]:
     return whole
 
 
-def _settle(whole: Future[ServerWork], parts: Sequence[Future[ServerWork]]) -> None:
+def _settle(whole: Future[UpdateWork], parts: Sequence[Future[UpdateWork]]) -> None:
     reasons = [reason for part in parts if (reason := part.exception())]
     if not reasons:
         whole.set_result(slowest([part.result() for part in parts]))

@@ -26,7 +26,6 @@ from moe_ckpt.config import (
     NoneConfig,
     require,
 )
-from moe_ckpt.mirror.redundancy import PACKET_BYTES, failure_probability
 from moe_ckpt.policies.flowcheck import GRADIENT_SHARE, ServerSnapshots
 from moe_ckpt.policies.full_snapshots import WholeSnapshots
 from moe_ckpt.policies.lost_tokens import IntArray
@@ -37,6 +36,7 @@ from moe_ckpt.policies.partial import MoeStage
 from moe_ckpt.policies.stage_profile import StageProfile
 from moe_ckpt.policies.window_cost import alone_share
 from moe_ckpt.policies.window_schedule import fixed_order
+from moe_ckpt.sim.capture_redundancy import PACKET_BYTES, failure_probability
 from moe_ckpt.sim.costs import GRADIENT_BYTES, CopyRates, stall_s, step_s
 from moe_ckpt.sim.hardware import GPU_MEMORY_SHARE, JOB, ClusterConfig
 from moe_ckpt.sim.job import Array, Job

@@ -19,16 +19,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
+from typing import Any
 
 import torch
 
 from moe_ckpt.errors import CheckpointLoadError
-from moe_ckpt.mirror.plan import (
-    BucketPlace,
-    Mirrored,
-    mirrored_from_json,
-    mirrored_to_json,
-)
 from moe_ckpt.snapshot.blobs import is_key
 from moe_ckpt.snapshot.codec import (
     BUFFER,
@@ -80,11 +75,28 @@ and the numbers of Adam's step.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ObservedGradients:
+    """Gradients that the payload of an update lacks, because the receiver has them.
+
+    The receiver observes these gradients by a way of its own, such as a mirror port of
+    the network (FlowCheck, section 4).
+    """
+
+    weights: tuple[bool, ...]
+    """For each master weight that takes a step, in the order of the header: whether the
+    receiver observes the weight's gradient.
+    """
+
+    source: Any
+    """Value of JSON by which the receiver finds the gradients."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
     """Head of an update, which precedes the payload.
 
     The payload holds the gradients of the weights that take a step (float32, one after
-    another, without the `mirrored` gradients), then the bytes of the header's buffers.
+    another, without the `observed` gradients), then the bytes of the header's buffers.
     """
 
     base: str
@@ -104,10 +116,8 @@ class Update:
     seals: bool = False
     """Whether `header` has no checksum yet, so that the peer computes the checksum."""
 
-    mirrored: Mirrored | None = None
-    """Gradients that servers capture from a mirror port, and that the payload lacks.
-    None if servers capture no gradients of this update.
-    """
+    observed: ObservedGradients | None = None
+    """Gradients that the receiver observes. None: the payload has all gradients."""
 
     @property
     def unit(self) -> str:
@@ -121,21 +131,22 @@ class Update:
         return [(part, step) for part, step in with_steps if step]
 
     @property
-    def places(self) -> tuple[BucketPlace | None, ...]:
-        """Places of the mirrored gradients, in the order of `stepping`.
-
-        None for a gradient that is in the payload.
-        """
-        return self.mirrored.places if self.mirrored else (None,) * len(self.stepping)
+    def are_observed(self) -> tuple[bool, ...]:
+        """Whether the receiver observes each gradient, in the order of `stepping`."""
+        if self.observed is None:
+            return (False,) * len(self.stepping)
+        return self.observed.weights
 
     @property
     def payload_bytes(self) -> int:
         """Bytes of the gradients and buffers in the payload."""
-        stepping = zip(self.stepping, self.places, strict=True)
-        gradients = sum(
-            4 * part.numel for (part, _), place in stepping if place is None
-        )
-        return gradients + sum(part.nbytes for part in buffer_parts(self.header))
+        size_bytes = sum(part.nbytes for part in buffer_parts(self.header))
+        for (part, _), is_observed in zip(
+            self.stepping, self.are_observed, strict=True
+        ):
+            if not is_observed:
+                size_bytes += 4 * part.numel
+        return size_bytes
 
 
 def can_be_updated(header: SnapshotHeader) -> bool:
@@ -179,8 +190,8 @@ def update_to_bytes(update: Update) -> bytes:
         "steps": steps,
         "seals": update.seals,
     }
-    if update.mirrored:
-        head["mirrored"] = mirrored_to_json(update.mirrored)
+    if update.observed:
+        head["observed"] = [update.observed.weights, update.observed.source]
     return (
         json.dumps(head, separators=(",", ":")).encode()
         + b"\n"
@@ -207,7 +218,7 @@ def update_from_bytes(data: bytes) -> Update:
             steps=steps,
             header=header_from_json(header),
             seals=fields["seals"] is True,
-            mirrored=mirrored_from_json(fields.get("mirrored")),
+            observed=_observed_from_json(fields.get("observed")),
         )
         for key in (update.base, update.target):
             if not is_key(key):  # a peer chooses these file names
@@ -215,14 +226,23 @@ def update_from_bytes(data: bytes) -> Update:
                     f"got key {key!r}, wanted letters, digits, '.', '_' and '-'"
                 )
         # checked here, where the caller expects errors in the bytes: the strict `zip`s
-        # over `places` would raise ValueError later
-        if len(update.places) != sum(step is not None for step in steps):
-            raise ValueError(f"got {len(update.places)} places of gradients")
+        # over `are_observed` would raise ValueError later
+        if len(update.are_observed) != sum(step is not None for step in steps):
+            raise ValueError(f"got {len(update.are_observed)} facts of gradients")
         return update
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointLoadError(
             f"an update's head of {len(data)} bytes: {error!r}"
         ) from error
+
+
+def _observed_from_json(value: Any) -> ObservedGradients | None:
+    if value is None:
+        return None
+    weights, source = value
+    return ObservedGradients(
+        weights=tuple(weight is True for weight in weights), source=source
+    )
 
 
 def pack_gradients(

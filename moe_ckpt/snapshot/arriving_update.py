@@ -8,7 +8,7 @@ Figure 7.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import replace
 from threading import Condition
@@ -16,9 +16,9 @@ from threading import Condition
 import torch
 
 from moe_ckpt.errors import CheckpointLoadError
-from moe_ckpt.mirror.plan import BucketPlace, MirroredSums
 from moe_ckpt.snapshot.adam_update import (
     AdamStep,
+    ObservedGradients,
     Update,
     buffer_parts,
     follows_from_gradients,
@@ -38,20 +38,28 @@ from moe_ckpt.snapshot.codec import (
     header_to_json,
 )
 
-CapturedSums = Callable[[MirroredSums], list[bytearray]]
-"""Returns the bytes of each bucket that a server has captured. Raises
-CheckpointLoadError if bytes of a bucket are missing.
+ReadGradient = Callable[[int, int], torch.Tensor]
+"""Returns an observed gradient, flat and in float32, as the optimizer uses the
+gradient. The arguments are the gradient's number among the observed gradients of the
+update, and the number of elements. Waits for the gradient. Raises CheckpointLoadError
+if the gradient cannot be read.
+"""
+
+OpenGradients = Callable[[ObservedGradients], ReadGradient]
+"""Opens the observed gradients of an update. Raises CheckpointLoadError if the
+gradients cannot be found.
 """
 
 
-def no_capture(wanted: MirroredSums) -> list[bytearray]:
-    """Refuse every request, on a server without a mirror port.
+def observes_nothing(wanted: ObservedGradients) -> ReadGradient:
+    """Refuse every request, in a process that observes no gradients.
 
     Raises:
         CheckpointLoadError: Always.
     """
     raise CheckpointLoadError(
-        f"ckpt.capture: got tap, wanted mirror: {wanted.size} ranks send no gradients"
+        f"got an update without {sum(wanted.weights)} of its gradients, wanted all of"
+        " them: this process observes none"
     )
 
 
@@ -84,7 +92,7 @@ class ArrivingUpdate:
         head: bytes,
         payload: torch.Tensor | None,
         payload_bytes: int,
-        captured: CapturedSums = no_capture,
+        open_gradients: OpenGradients = observes_nothing,
     ) -> None:
         """Prepare the steps, which `start` begins.
 
@@ -97,14 +105,14 @@ class ArrivingUpdate:
                 has no payload. `keep` frees the memory. If `abandon` is called, the
                 receiver frees the memory.
             payload_bytes: Bytes of the payload.
-            captured: Returns the captured buckets of mirrored gradients.
+            open_gradients: Opens the gradients that this process observes.
         """
         self._folder = folder
         self._key = key
         self._head = head
         self._payload = payload
         self._payload_bytes = payload_bytes
-        self._captured = captured
+        self._open_gradients = open_gradients
         self._changed = Condition()
         self._arrived_bytes = 0
         self._is_abandoned = False
@@ -128,7 +136,7 @@ class ArrivingUpdate:
 
         Raises:
             CheckpointLoadError: The head, the payload's size or the copy before the
-                step is wrong, a mirrored gradient was not captured, or `abandon` was
+                step is wrong, an observed gradient cannot be read, or `abandon` was
                 called.
             CheckpointSaveError: The folder has no room for the result.
         """
@@ -212,15 +220,18 @@ class ArrivingUpdate:
         # later damage of the base has no effect
         if update.seals:
             _sealed(base, is_new=False)
-        sums = _Sums(update.mirrored.groups if update.mirrored else (), self._captured)
+        read = self._open_gradients(update.observed) if update.observed else None
         parts = {part.key: made.part(part).view(-1) for part in wanted.parts}
-        offset = 0
-        for (part, step), place in zip(update.stepping, update.places, strict=True):
-            if place is None:
+        offset, num_observed = 0, 0
+        for (part, step), is_observed in zip(
+            update.stepping, update.are_observed, strict=True
+        ):
+            if read and is_observed:
+                gradient = read(num_observed, part.numel)
+                num_observed += 1
+            else:
                 gradient = self._await(offset, 4 * part.numel).view(torch.float32)
                 offset += 4 * part.numel
-            else:
-                gradient = sums.gradient(place, part.numel)
             _take_step(
                 [parts[replace(part.key, role=role)] for role in (MASTER, *MOMENTS)],
                 step,
@@ -249,38 +260,6 @@ class ArrivingUpdate:
                 )
         self._waited_s += time.monotonic() - began_s
         return self._payload[start : start + num_bytes]
-
-
-class _Sums:
-    """Captured sums of an update. Each group is requested with its first gradient."""
-
-    def __init__(self, groups: Sequence[MirroredSums], captured: CapturedSums) -> None:
-        self._groups = groups
-        self._captured = captured
-        self._buckets: dict[int, list[torch.Tensor]] = {}
-
-    def gradient(self, place: BucketPlace, numel: int) -> torch.Tensor:
-        """Return a captured gradient in float32, as the optimizer uses the gradient.
-
-        Raises:
-            CheckpointLoadError: The gradient was not captured, or `place` lies outside
-                the bucket.
-        """
-        if place.group not in self._buckets:
-            group = self._groups[place.group]
-            dtype = getattr(torch, group.dtype)
-            # requested only now: captured frames may still arrive during the steps of
-            # tapped gradients
-            self._buckets[place.group] = [
-                torch.frombuffer(each, dtype=dtype) for each in self._captured(group)
-            ]
-        bucket = self._buckets[place.group][place.bucket]
-        if place.start + numel > bucket.numel():
-            raise CheckpointLoadError(
-                f"got {place} for {numel} elements, wanted a place within"
-                f" {bucket.numel()}"
-            )
-        return bucket[place.start : place.start + numel].float()
 
 
 def _sealed(made: Snapshot, *, is_new: bool) -> SnapshotHeader:

@@ -33,9 +33,9 @@ from moe_ckpt.durable.tier import DurableTier
 from moe_ckpt.elastic.context import ElasticContext
 from moe_ckpt.elastic.generations import Member
 from moe_ckpt.elastic.process_failure import Death, FaultClass
-from moe_ckpt.elastic.server_hosts import ServerHosts, ServerNumbers, ServerRules
 from moe_ckpt.elastic.status_page import ANY_ITERATION, StatusPage
 from moe_ckpt.engine.assembly import InMemoryAssembly, InMemoryPolicy
+from moe_ckpt.engine.computed_snapshots import NOTHING_COMPUTED
 from moe_ckpt.engine.in_memory import InMemoryCheckpointing
 from moe_ckpt.engine.interfaces import RankAdapter, StagePlace
 from moe_ckpt.engine.rank_memory import RankMemory
@@ -44,15 +44,20 @@ from moe_ckpt.engine.token_account import TokenRate
 from moe_ckpt.engine.worker_loop import GenerationLoop
 from moe_ckpt.errors import PeersLostError, RolledBackError
 from moe_ckpt.events import EventLog, read_events
+from moe_ckpt.flowcheck.attachment import server_snapshots
+from moe_ckpt.flowcheck.mirror.capture import MirrorCapture
+from moe_ckpt.flowcheck.mirror.captured_gradients import from_sums
+from moe_ckpt.flowcheck.mirror.watcher import Watcher
+from moe_ckpt.flowcheck.server_holders import ServerHolders
+from moe_ckpt.flowcheck.server_hosts import ServerHosts, ServerNumbers, ServerRules
 from moe_ckpt.megatron.kept_batches import KeptBatches
-from moe_ckpt.mirror.capture import MirrorCapture
-from moe_ckpt.mirror.watcher import Watcher
 from moe_ckpt.replication.client import DaemonClient
 from moe_ckpt.replication.copy_server import CopyServer, HoldingRules
 from moe_ckpt.replication.daemon import WorkerServer
+from moe_ckpt.replication.holders import CopyHolders, PeerHolders
 from moe_ckpt.replication.messages import Address, Ticket
 from moe_ckpt.replication.sender import Replicator
-from moe_ckpt.snapshot.arriving_update import no_capture
+from moe_ckpt.snapshot.arriving_update import OpenGradients, observes_nothing
 from moe_ckpt.snapshot.blobs import BlobFolder, own_path
 from moe_ckpt.snapshot.codec import ShardIdentity
 from moe_ckpt.types import Phase, ReadyGradients, RunIdentity
@@ -144,7 +149,7 @@ class Daemon:
         rank: int,
         may_send: Callable[[], bool],
         *,
-        serves_itself: bool,
+        keeps_own: bool,
         capture: MirrorCapture | None = None,
     ) -> None:
         folder.mkdir(exist_ok=True)
@@ -156,8 +161,8 @@ class Daemon:
             host="127.0.0.1",
             timeout_s=_WAIT_S,
             rules=HoldingRules(
-                serves_itself=serves_itself,
-                captured=capture.sums if capture else no_capture,
+                keeps_own=keeps_own,
+                open_gradients=_opener(capture),
             ),
         )
         own = BlobFolder(own_path(folder))
@@ -204,9 +209,7 @@ class _Hosts:
             TICKET,
             host="127.0.0.1",
             timeout_s=_WAIT_S,
-            rules=HoldingRules(
-                serves_itself=True, captured=capture.sums if capture else no_capture
-            ),
+            rules=HoldingRules(keeps_own=True, open_gradients=_opener(capture)),
         )
         claimed = self.numbers.claim(server.address)
         assert claimed is not None
@@ -566,12 +569,9 @@ class ThreadJob:
         self._losses: dict[int, float] = {}
         self.daemons: dict[int, Daemon] = {}
         self._clients: dict[int, DaemonClient | None] = {}
-        served = config.served if config else None
-        self.hosts = (
-            _Hosts(folder, served, self._begin_capture)
-            if served and served.on_hosts
-            else None
-        )
+        self.hosts = None
+        if isinstance(config, FlowcheckConfig) and config.on_hosts:
+            self.hosts = _Hosts(folder, config, self._begin_capture)
         self._killed = {rank: threading.Event() for rank in self.ranks}
         self._incarnations = dict.fromkeys(self.ranks, 0)
         self._workers: list[threading.Thread] = []
@@ -725,7 +725,7 @@ class ThreadJob:
 
     @property
     def _has_servers(self) -> bool:
-        return self.config is not None and self.config.served is not None
+        return isinstance(self.config, FlowcheckConfig)
 
     @property
     def _mirrors(self) -> bool:
@@ -737,7 +737,7 @@ class ThreadJob:
             self.memory(rank),
             rank,
             may_send,
-            serves_itself=self._has_servers,
+            keeps_own=self._has_servers,
             capture=self._begin_capture(rank),
         )
 
@@ -828,15 +828,23 @@ class ThreadJob:
             daemon=DaemonClient(self.memory(rank), timeout_s=_WAIT_S)
             if has_daemon
             else None,
-            address_of=lambda peer: self._address_of(rank, peer),
+            holders=self._holders(rank),
             ticket=TICKET,
-            replicas=self._replicas,
-            ranks_per_node=1,
             copy_s=_WAIT_S,
             at_end=self.at_end.append,
-            serves_itself=self._has_servers,
-            hosts=self.hosts.view() if self.hosts else None,
         )
+
+    def _holders(self, rank: int) -> CopyHolders:
+        peers = PeerHolders(
+            global_rank=rank,
+            world_size=self.shape.world_size,
+            ranks_per_node=1,
+            num_peers=self._replicas,
+            address_of=lambda peer: self._address_of(rank, peer),
+        )
+        if not self._has_servers:
+            return peers
+        return ServerHolders(peers, self.hosts.view() if self.hosts else None)
 
     def _address_of(self, rank: int, peer: int) -> Address:
         if self.pages[rank].phase == Phase.RECOVERY:
@@ -872,8 +880,11 @@ class ThreadJob:
             boundary_log_bytes=neighbours * MICRO_BATCHES * BOUNDARY_BYTES,
             step_log_bytes=sum(tensor.nbytes for tensor in model.begin(0).values()),
             tied_gradient_bytes=tied.master.nbytes if tied else 0,
-            mirror=ModelMirror(model, stage, self.wire) if self._mirrors else None,
         )
+        computed = NOTHING_COMPUTED
+        if isinstance(self.config, FlowcheckConfig):
+            mirror = ModelMirror(model, stage, self.wire) if self._mirrors else None
+            computed = server_snapshots(self.config, mirror, notes=[])
         assembly = InMemoryAssembly(
             self.config,
             adapter,
@@ -882,6 +893,7 @@ class ThreadJob:
             self.folder / "snapshots",
             self._losses_of_config,
             on_divergence=self.on_divergence,
+            computed=computed,
         )
         folder = CheckpointFolder(self.folder / "checkpoints")
         files = ModelFiles(model, ranks, is_slow=self.saves_slowly)
@@ -1024,6 +1036,10 @@ def exact(job: ThreadJob) -> ThreadJob:
     """Run a job to its end, which must equal the end of the job without faults."""
     assert job.run() == uninterrupted(job.shape, job.iterations)
     return job
+
+
+def _opener(capture: MirrorCapture | None) -> OpenGradients:
+    return from_sums(capture.sums) if capture else observes_nothing
 
 
 def _close_copiers(session: Session) -> None:

@@ -726,7 +726,7 @@ def test_windows_that_find_no_room_beside_others_take_their_place(
             asked.append(holder)
             if len(asked) == 1:
                 # room for the step that rank 0's own memory lacks
-                memory.fill(left_bytes=8 * 4096)
+                memory.fill(left_bytes=5 * 4096)
 
         job = made(tmp_path, STEP_IS_LOST, shape=TIED_PIPE, replicas=1)
         job.before_fetch = fill

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 import torch
 
 from moe_ckpt.collectives import Ranks
-from moe_ckpt.mirror.marks import GROUP_BYTES, mark_of
-from moe_ckpt.mirror.plan import BucketPlace, MirroredSums
-from moe_ckpt.mirror.ring import Ring
+from moe_ckpt.flowcheck.mirror.marks import GROUP_BYTES, mark_of
+from moe_ckpt.flowcheck.mirror.plan import BucketPlace, MirroredSums
+from moe_ckpt.flowcheck.mirror.ring import Ring
 from moe_ckpt.snapshot.codec import MASTER, PartKey
 from tests.engine.model import Model, Weight
 
@@ -136,7 +136,7 @@ def _message(number: int, payload: bytes) -> bytes:
 
 
 class ModelMirror:
-    """Implements `engine.interfaces.Mirror` for one rank of a stage.
+    """Implements `server_states.Mirror` for one rank of a stage.
 
     The stage reduces the gradients of all sharded weights in one bucket.
     """

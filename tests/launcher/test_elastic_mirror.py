@@ -14,7 +14,7 @@ import pytest
 
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.events import GradientsLost, GradientsSent, SnapshotTaken
-from moe_ckpt.mirror.port import MirrorPort
+from moe_ckpt.flowcheck.mirror.port import MirrorPort
 from moe_ckpt.types import Phase
 from scripts import hosts, run_on_hosts
 from tests.campaign import Point, all_go_back, lose_nodes, survive

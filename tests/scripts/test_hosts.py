@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ckpt.mirror.frames import segment_of
+from moe_ckpt.flowcheck.mirror.frames import segment_of
 from scripts import hosts, run_on_hosts
 from tests.hosts_job import hosts_of_one_test
 

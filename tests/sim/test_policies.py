@@ -12,10 +12,10 @@ import pytest
 
 from moe_ckpt.config import CKPT_CONFIGS
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.mirror.redundancy import failure_probability
 from moe_ckpt.policies.checkpoint_interval import best_interval
 from moe_ckpt.policies.moevement import SparseWindows
 from moe_ckpt.policies.window_schedule import paper_window
+from moe_ckpt.sim.capture_redundancy import failure_probability
 from moe_ckpt.sim.generation import Kept
 from moe_ckpt.sim.hardware import JOB
 from moe_ckpt.sim.measuring import SETTLED, GenerationStart

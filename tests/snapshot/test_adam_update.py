@@ -18,18 +18,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.errors import CheckpointLoadError
-from moe_ckpt.mirror.plan import BucketPlace, Mirrored, MirroredSums
+from moe_ckpt.flowcheck.mirror.captured_gradients import from_sums
+from moe_ckpt.flowcheck.mirror.plan import BucketPlace, Mirrored, MirroredSums
 from moe_ckpt.replication.local_disk import copy_blobs
 from moe_ckpt.replication.publisher import NoCopies, Publisher
 from moe_ckpt.replication.sender import Replicator
 from moe_ckpt.snapshot.adam_update import (
     AdamStep,
     Gradients,
+    ObservedGradients,
     Update,
     update_from_bytes,
     update_to_bytes,
 )
-from moe_ckpt.snapshot.arriving_update import no_capture
+from moe_ckpt.snapshot.arriving_update import observes_nothing
 from moe_ckpt.snapshot.blob_keys import is_update
 from moe_ckpt.snapshot.blobs import BlobFolder
 from moe_ckpt.snapshot.capture import SnapshotEngine, SnapshotRequest
@@ -364,46 +366,55 @@ def test_captured_gradients_lead_to_the_state_that_tapped_ones_do(
     sums = MirroredSums(
         group="ab" * 16, size=2, buckets=(8, len(bucket)), dtype=dtype, first=3, end=6
     )
-    mirrored = Mirrored(
-        groups=(sums,), places=(None, BucketPlace(group=0, bucket=1, start=5))
+    observed = _in_the_second_bucket(sums, start=5)
+    opened = from_sums(
+        lambda wanted: [bytearray(8), bytearray(bucket)] if wanted == sums else []
     )
     made = {}
-    for target, share, places in (
+    for target, share, others in (
         ("tapped", gradients, None),
-        ("captured", gradients[: SIZES["fc1"]], mirrored),
+        ("captured", gradients[: SIZES["fc1"]], observed),
     ):
-        update = _following(before, f"snapshot-{target}", base=key, mirrored=places)
+        update = _following(before, f"snapshot-{target}", base=key, observed=others)
         assert update.payload_bytes == share.nbytes
         payload = folder.allocate(share.nbytes)
         payload.copy_(share.view(torch.uint8))
-        captured = lambda wanted: (  # noqa: E731
-            [bytearray(8), bytearray(bucket)] if wanted == sums else []
-        )
-        apply_update(folder, update_to_bytes(update), payload, share.nbytes, captured)
+        apply_update(folder, update_to_bytes(update), payload, share.nbytes, opened)
         made[target] = content_of(folder, f"snapshot-{target}")
     assert made["tapped"] == made["captured"]
-    far = replace(mirrored, places=(None, BucketPlace(group=0, bucket=1, start=6)))
-    for places, capture, says in (
-        (far, captured, "wanted a place within"),
-        (mirrored, no_capture, "ckpt.capture"),
+    far = _in_the_second_bucket(sums, start=6)
+    none = replace(observed, source=Mirrored(groups=(sums,), places=()).to_json())
+    for others, opens, says in (
+        (far, opened, "wanted a place within"),
+        (none, opened, "got 0 places, wanted 1"),
+        (replace(observed, source=[]), opened, "captured gradients of an update"),
+        (observed, observes_nothing, "got an update without 1 of its gradients"),
     ):
-        update = _following(before, "snapshot-none", base=key, mirrored=places)
+        update = _following(before, "snapshot-none", base=key, observed=others)
         payload = folder.allocate(update.payload_bytes)
         with pytest.raises(CheckpointLoadError, match=says):
             apply_update(
-                folder, update_to_bytes(update), payload, update.payload_bytes, capture
+                folder, update_to_bytes(update), payload, update.payload_bytes, opens
             )
     assert "snapshot-none" not in folder.keys()  # noqa: SIM118 - not a mapping
 
 
-def test_an_update_with_a_place_too_few_is_refused(owner: Owner) -> None:
+def _in_the_second_bucket(sums: MirroredSums, *, start: int) -> ObservedGradients:
+    """Return the second of two gradients, as servers capture the gradient."""
+    place = BucketPlace(group=0, bucket=1, start=start)
+    mirrored = Mirrored(groups=(sums,), places=(place,))
+    return ObservedGradients(weights=(False, True), source=mirrored.to_json())
+
+
+def test_an_update_with_a_fact_too_few_is_refused(owner: Owner) -> None:
     key = owner.train()
     update = _following(
         header_from_json(owner.peer.get(key).header), "snapshot-next", base=key
     )
     assert update_from_bytes(update_to_bytes(update)) == update
-    with_one = replace(update, mirrored=Mirrored(groups=(), places=(None,)))
-    with pytest.raises(CheckpointLoadError, match="got 1 places"):
+    observed = ObservedGradients(weights=(False,), source=None)
+    with_one = replace(update, observed=observed)
+    with pytest.raises(CheckpointLoadError, match="got 1 facts"):
         update_from_bytes(update_to_bytes(with_one))
 
 

@@ -6,7 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from moe_ckpt.snapshot.arriving_update import ArrivingUpdate, CapturedSums, no_capture
+from moe_ckpt.snapshot.arriving_update import (
+    ArrivingUpdate,
+    OpenGradients,
+    observes_nothing,
+)
 from moe_ckpt.snapshot.blobs import BlobFolder
 
 
@@ -15,13 +19,13 @@ def apply_update(
     head: bytes,
     gradients: torch.Tensor,
     nbytes: int,
-    captured: CapturedSums = no_capture,
+    open_gradients: OpenGradients = observes_nothing,
 ) -> None:
     """Compute the copy that an update leads to, and store the copy in `folder`.
 
     The copy before the step stays in `folder`.
     """
-    update = ArrivingUpdate(folder, "update", head, gradients, nbytes, captured)
+    update = ArrivingUpdate(folder, "update", head, gradients, nbytes, open_gradients)
     update.arrived(nbytes)
     try:
         with ThreadPoolExecutor(max_workers=1) as executor:

@@ -27,9 +27,9 @@ from collections import OrderedDict
 from threading import Condition, Thread
 
 from moe_ckpt.errors import CheckpointLoadError
-from moe_ckpt.mirror.plan import MirroredSums
-from moe_ckpt.mirror.port import FrameSource
-from moe_ckpt.mirror.watcher import Watcher
+from moe_ckpt.flowcheck.mirror.plan import MirroredSums
+from moe_ckpt.flowcheck.mirror.port import FrameSource
+from moe_ckpt.flowcheck.mirror.watcher import Watcher
 
 _QUIET_S = 0.02
 _MOST_GROUPS = 64

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 import torch
 
 from moe_ckpt.errors import CheckpointSaveError
-from moe_ckpt.mirror.plan import Mirrored
 from moe_ckpt.replication.publisher import Publisher
-from moe_ckpt.replication.server_work import ServerWork
+from moe_ckpt.replication.update_work import UpdateWork
 from moe_ckpt.snapshot.adam_update import (
     AdamStep,
+    ObservedGradients,
     buffer_parts,
     follows_from_gradients,
     steps_of,
@@ -99,7 +99,7 @@ class GradientStream:
         self._base: int | None = None
         self._completed = NOTHING
         self._lost = ""
-        self._works: list[tuple[int, ServerWork]] = []
+        self._works: list[tuple[int, UpdateWork]] = []
 
     @property
     def has_begun(self) -> bool:
@@ -200,7 +200,7 @@ class GradientStream:
         header: SnapshotHeader,
         steps: Mapping[PartKey, AdamStep],
         buffers: Mapping[PartKey, torch.Tensor],
-        mirrored: Mirrored | None = None,
+        observed: ObservedGradients | None = None,
     ) -> HandedOver | None:
         """Let servers compute a state from the tapped gradients.
 
@@ -210,7 +210,7 @@ class GradientStream:
             header: Header of the state, without a checksum.
             steps: Adam's step of each master weight that takes one.
             buffers: The buffers of the state.
-            mirrored: Gradients that servers capture, and that were not tapped.
+            observed: Gradients that servers capture, and that were not tapped.
 
         Returns:
             The sent gradients. None after a failure.
@@ -224,7 +224,7 @@ class GradientStream:
             return None
         try:
             self._keys[header.iteration] = self._send(
-                tapped, header, steps, buffers, mirrored
+                tapped, header, steps, buffers, observed
             )
         except CheckpointSaveError as error:
             self.cut(str(error))
@@ -245,7 +245,7 @@ class GradientStream:
                 self.cut(str(error))
         return Progress(completed=self._completed, lost=self._lost)
 
-    def take_works(self) -> list[tuple[int, ServerWork]]:
+    def take_works(self) -> list[tuple[int, UpdateWork]]:
         """Return the work of servers since the last call.
 
         Returns:
@@ -309,7 +309,7 @@ class GradientStream:
         header: SnapshotHeader,
         steps: Mapping[PartKey, AdamStep],
         buffers: Mapping[PartKey, torch.Tensor],
-        mirrored: Mirrored | None,
+        observed: ObservedGradients | None,
     ) -> str:
         """Publish tapped gradients, and return the key of the resulting state.
 
@@ -317,7 +317,7 @@ class GradientStream:
             CheckpointSaveError: Servers cannot compute the state.
         """
         try:
-            _require_complete(tapped, header, steps, buffers, mirrored)
+            _require_complete(tapped, header, steps, buffers, observed)
             offset = tapped.gradient_bytes
             for part in buffer_parts(header):
                 flat = (
@@ -329,7 +329,7 @@ class GradientStream:
             self._publisher.updates.release(tapped.packed)
             raise
         return self._publisher.hand_over(
-            header, steps_of(header, steps), tapped.packed, offset, mirrored
+            header, steps_of(header, steps), tapped.packed, offset, observed
         )
 
     def _release(self) -> None:
@@ -356,7 +356,7 @@ def _require_complete(
     header: SnapshotHeader,
     steps: Mapping[PartKey, AdamStep],
     buffers: Mapping[PartKey, torch.Tensor],
-    mirrored: Mirrored | None,
+    observed: ObservedGradients | None,
 ) -> None:
     """Check that a header's state follows from tapped gradients and buffers.
 
@@ -364,9 +364,9 @@ def _require_complete(
         CheckpointSaveError: The state does not follow.
     """
     stepping = [part.key for part in header.parts if part.key in steps]
-    if mirrored:
-        places = zip(stepping, mirrored.places, strict=True)
-        stepping = [key for key, place in places if place is None]
+    if observed:
+        weights = zip(stepping, observed.weights, strict=True)
+        stepping = [key for key, is_observed in weights if not is_observed]
     room_bytes = tapped.packed.numel() - tapped.gradient_bytes
     buffer_bytes = sum(part.nbytes for part in buffer_parts(header))
     if not follows_from_gradients(header):

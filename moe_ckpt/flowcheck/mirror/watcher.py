@@ -17,14 +17,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from moe_ckpt.mirror.frames import Stream, TcpSegment, segment_of
-from moe_ckpt.mirror.framing import Framing
-from moe_ckpt.mirror.gradients import Gradient
-from moe_ckpt.mirror.marks import StreamMark, find_mark
-from moe_ckpt.mirror.operations import Placed, StreamRecord, place_all
-from moe_ckpt.mirror.plan import MirroredSums
-from moe_ckpt.mirror.ring import Ring, RingSend
-from moe_ckpt.mirror.tcp import Reassembly
+from moe_ckpt.flowcheck.mirror.frames import Stream, TcpSegment, segment_of
+from moe_ckpt.flowcheck.mirror.framing import Framing
+from moe_ckpt.flowcheck.mirror.gradients import Gradient
+from moe_ckpt.flowcheck.mirror.marks import StreamMark, find_mark
+from moe_ckpt.flowcheck.mirror.operations import Placed, StreamRecord, place_all
+from moe_ckpt.flowcheck.mirror.plan import MirroredSums
+from moe_ckpt.flowcheck.mirror.ring import Ring, RingSend
+from moe_ckpt.flowcheck.mirror.tcp import Reassembly
 
 _PATIENCE_BYTES = 1 << 20
 _MOST_GROUPS = 1024

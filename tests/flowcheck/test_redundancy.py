@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from moe_ckpt.mirror.frames import segment_of
-from moe_ckpt.mirror.redundancy import failure_probability
-from tests.mirror.captured import BUCKETS, NUM_RANKS, frames, wanted, watch
+from moe_ckpt.flowcheck.mirror.frames import segment_of
+from moe_ckpt.sim.capture_redundancy import failure_probability
+from tests.flowcheck.captured import BUCKETS, NUM_RANKS, frames, wanted, watch
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from moe_ckpt.mirror.frames import TcpSegment
+from moe_ckpt.flowcheck.mirror.frames import TcpSegment
 
 _MODULUS = 1 << 32
 _WINDOW = 1 << 30  # a sequence number further ahead does not belong to this stream

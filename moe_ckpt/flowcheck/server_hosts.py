@@ -29,9 +29,9 @@ import torch.distributed as dist
 from moe_ckpt.collectives import Ranks, broadcast_result, gather_results
 from moe_ckpt.config import TlsConfig
 from moe_ckpt.errors import CheckpointLoadError, ConfigError
+from moe_ckpt.flowcheck.mirror.settings import MirrorSettings
 from moe_ckpt.replication.admission import open_connection
 from moe_ckpt.replication.connection import RefusedError
-from moe_ckpt.replication.daemon import MirrorSettings
 from moe_ckpt.replication.messages import Address, Ticket, parse_address
 
 PART = "servers"

@@ -20,23 +20,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.errors import CheckpointLoadError, ConfigError
-from moe_ckpt.mirror.capture import MirrorCapture
-from moe_ckpt.mirror.frames import Stream, TcpSegment, segment_of
-from moe_ckpt.mirror.framing import PREAMBLE_BYTES, UNKNOWN, FramedMessage, Framing
-from moe_ckpt.mirror.gradients import Gradient, Spans
-from moe_ckpt.mirror.marks import MAGIC, StreamMark, find_mark, mark_of
-from moe_ckpt.mirror.operations import Placed, StreamRecord, place_all
-from moe_ckpt.mirror.plan import (
+from moe_ckpt.flowcheck.mirror.capture import MirrorCapture
+from moe_ckpt.flowcheck.mirror.frames import Stream, TcpSegment, segment_of
+from moe_ckpt.flowcheck.mirror.framing import (
+    PREAMBLE_BYTES,
+    UNKNOWN,
+    FramedMessage,
+    Framing,
+)
+from moe_ckpt.flowcheck.mirror.gradients import Gradient, Spans
+from moe_ckpt.flowcheck.mirror.marks import MAGIC, StreamMark, find_mark, mark_of
+from moe_ckpt.flowcheck.mirror.operations import Placed, StreamRecord, place_all
+from moe_ckpt.flowcheck.mirror.plan import (
     BucketPlace,
     Mirrored,
-    mirrored_from_json,
-    mirrored_to_json,
 )
-from moe_ckpt.mirror.port import MirrorPort
-from moe_ckpt.mirror.ring import Ring, RingSend
-from moe_ckpt.mirror.tcp import Begin, Gap, Reassembly
-from moe_ckpt.mirror.watcher import Watcher
-from tests.mirror.captured import (
+from moe_ckpt.flowcheck.mirror.port import MirrorPort
+from moe_ckpt.flowcheck.mirror.ring import Ring, RingSend
+from moe_ckpt.flowcheck.mirror.tcp import Begin, Gap, Reassembly
+from moe_ckpt.flowcheck.mirror.watcher import Watcher
+from tests.flowcheck.captured import (
     BUCKETS,
     GROUP,
     ITERATIONS,
@@ -684,10 +687,9 @@ def test_a_port_that_fails_fails_all_that_ask() -> None:
 
 
 def test_a_plan_is_read_as_it_was_written() -> None:
-    places = (BucketPlace(group=0, bucket=1, start=3), None)
+    places = (BucketPlace(group=0, bucket=1, start=3),)
     plan = Mirrored(groups=(wanted(1),), places=places)
-    assert mirrored_from_json(json.loads(json.dumps(mirrored_to_json(plan)))) == plan
-    assert mirrored_from_json(mirrored_to_json(None)) is None
+    assert Mirrored.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
 @pytest.mark.parametrize(
@@ -701,9 +703,9 @@ def test_a_plan_is_read_as_it_was_written() -> None:
     ],
 )
 def test_a_plan_with_a_wrong_place_is_refused(field: str, value: Any) -> None:
-    plan = mirrored_to_json(Mirrored(groups=(wanted(1),), places=()))
+    plan = Mirrored(groups=(wanted(1),), places=()).to_json()
     with pytest.raises((ValueError, TypeError, KeyError)):
-        mirrored_from_json(plan | {field: value})
+        Mirrored.from_json(plan | {field: value})
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Work of a checkpoint server for one iteration, as the server's answer reports it.
+"""Work of a peer for one update, as the peer's answer reports it.
 
 Values only.
 """
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServerWork:
-    """Times of a checkpoint server for one iteration."""
+class UpdateWork:
+    """Times of a peer for one update."""
 
     busy_us: int
     """Time of copy, concatenation, steps and checksums, in microseconds."""
@@ -20,13 +20,13 @@ class ServerWork:
     """Time from the last byte to the end of the work, in microseconds."""
 
 
-NO_WORK = ServerWork(busy_us=0, after_us=0)
+NO_WORK = UpdateWork(busy_us=0, after_us=0)
 
 
-def slowest(works: Iterable[ServerWork]) -> ServerWork:
+def slowest(works: Iterable[UpdateWork]) -> UpdateWork:
     """Return the longest of both times over all works; `NO_WORK` without works."""
     found = [NO_WORK, *works]
-    return ServerWork(
+    return UpdateWork(
         busy_us=max(work.busy_us for work in found),
         after_us=max(work.after_us for work in found),
     )

@@ -19,7 +19,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from moe_ckpt.mirror.tcp import Begin, Chunk, Gap
+from moe_ckpt.flowcheck.mirror.tcp import Begin, Chunk, Gap
 
 PREAMBLE_BYTES = 48
 OPENING_BYTES = 8

@@ -1,4 +1,4 @@
-"""One rank's checkpoint servers, as the rank's in-memory tier uses them.
+"""One rank's checkpoint servers, as the sink of the rank's gradients.
 
 Owns: the gradients sent to servers and the servers' progress; the agreement of all
 ranks on when the stream of gradients continues; when host memory and servers may drop
@@ -17,22 +17,22 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from moe_ckpt.collectives import reduce_extremes
 from moe_ckpt.elastic.context import ElasticContext
-from moe_ckpt.engine.interfaces import Mirror
 from moe_ckpt.engine.rank_parts import RankParts
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.events import (
     GradientsLost,
     GradientsSent,
     HostMemoryUsed,
-    ServersChanged,
     ServersWorked,
 )
-from moe_ckpt.mirror.plan import Mirrored, MirroredSums
-from moe_ckpt.replication.gradient_stream import NOTHING, GradientStream
-from moe_ckpt.snapshot.adam_update import AdamStep
+from moe_ckpt.flowcheck.gradient_stream import NOTHING, GradientStream
+from moe_ckpt.flowcheck.mirror.plan import BucketPlace, Mirrored, MirroredSums
+from moe_ckpt.flowcheck.server_holders import ServerHolders
+from moe_ckpt.snapshot.adam_update import AdamStep, ObservedGradients
 from moe_ckpt.snapshot.capture import SnapshotRequest
 from moe_ckpt.snapshot.codec import Part, PartKey, Snapshot, layout_parts
 from moe_ckpt.types import ReadyGradients
@@ -40,8 +40,31 @@ from moe_ckpt.types import ReadyGradients
 _log = logging.getLogger(__name__)
 
 
+class Mirror(Protocol):
+    """Reductions of this rank's gradients that servers capture from a mirror port."""
+
+    places: Mapping[PartKey, BucketPlace]
+    """Place of each captured gradient, by master weight. All other gradients are
+    tapped.
+    """
+
+    def mark(self) -> None:
+        """Let servers find the streams of the groups. Collective in the groups.
+
+        Servers can capture the reductions that follow the mark.
+        """
+        ...
+
+    def sums(self) -> tuple[MirroredSums, ...]:
+        """Return the reductions since the last call, or since the mark.
+
+        These are the reductions of one iteration.
+        """
+        ...
+
+
 class ServerStates:
-    """The states of one rank on checkpoint servers.
+    """Implements `GradientSink`: the states of one rank on checkpoint servers.
 
     All methods except `clear` and `hand_over` are collective over all ranks. With a
     mirror, servers capture gradients, unless all servers with mirror ports are gone.
@@ -52,14 +75,28 @@ class ServerStates:
     """
 
     def __init__(
-        self, parts: RankParts, max_lag_iters: int, elastic: ElasticContext
+        self,
+        parts: RankParts,
+        elastic: ElasticContext,
+        max_lag_iters: int,
+        mirror: Mirror | None,
     ) -> None:
+        """Begin without states.
+
+        Args:
+            parts: The rank's training and host memory.
+            elastic: The rank's means to survive the loss of ranks. Its holders are
+                `ServerHolders`.
+            max_lag_iters: Most iterations by which servers may lag.
+            mirror: Reductions that servers capture. None: ranks send all gradients.
+        """
+        assert isinstance(elastic.holders, ServerHolders), elastic.holders
         assert parts.memory.publisher is not None, (
             "checkpoint servers live beside supervised ranks"
         )
         self._place = parts.adapter.place
         self._operators = parts.adapter.operators
-        self._mirror_port = parts.adapter.mirror
+        self._mirror_port = mirror
         self._sums: tuple[MirroredSums, ...] = ()
         self._stream = GradientStream(parts.memory.publisher, max_lag_iters)
         self._snapshots = parts.memory.snapshots
@@ -68,6 +105,7 @@ class ServerStates:
         self._events = parts.events
         self._dense_bytes = parts.dense_bytes
         self._elastic = elastic
+        self._holders = elastic.holders
         self._ready_s: float | None = None
         self.goes_on = False
 
@@ -161,7 +199,7 @@ class ServerStates:
         buffers = {key: tensor for key, tensor, _ in wanted.changing}
         steps = self._operators.steps_taken(iteration)
         sent = self._stream.hand_over(
-            header, steps, buffers, self._mirrored(parts, steps)
+            header, steps, buffers, self._observed(parts, steps)
         )
         if sent:
             self._events.append(
@@ -203,7 +241,7 @@ class ServerStates:
     def reset(self) -> None:
         """Begin the stream with the whole snapshot that every rank is about to take."""
         self._stream.reset()
-        self._replace_hosts()
+        self._agree_on_servers()
         self._mark()
         self.goes_on = False
 
@@ -222,25 +260,24 @@ class ServerStates:
 
         Training nodes that take over from servers on hosts have no mirror port.
         """
-        hosts = self._elastic.hosts
-        return None if hosts and not hosts.is_in_use else self._mirror_port
+        return None if self._holders.have_taken_over else self._mirror_port
 
-    def _replace_hosts(self) -> None:
-        """Agree on the servers on hosts, as a lost server may have cut the stream.
+    def _agree_on_servers(self) -> None:
+        """Agree on the servers in use, as a lost server may have cut the stream.
 
         No rank goes back for a lost server, because all ranks have their states. The
         snapshot that follows goes to the servers now in use, or to the training nodes'
         own servers.
         """
-        hosts = self._elastic.hosts
-        if hosts is None or not hosts.agree(self._place.ranks):
+        changed = self._holders.agree(self._place.ranks)
+        if changed is None:
             return
-        self._events.append(ServersChanged(addresses=", ".join(hosts.present)))
+        self._events.append(changed)
         self._publisher.stop_copying()
         self._elastic.use_peers()
         # begin as if no server had any state: a successor starts with an empty memory
         self._publisher.begin_copying(
-            [frozenset[str]() for _ in self._elastic.holders], drop_stale=False
+            [frozenset[str]() for _ in self._holders.numbers], drop_stale=False
         )
 
     def _mark(self) -> None:
@@ -249,19 +286,24 @@ class ServerStates:
         if self._mirror:
             self._mirror.mark()
 
-    def _mirrored(
+    def _observed(
         self, parts: Sequence[Part], steps: Mapping[PartKey, AdamStep]
-    ) -> Mirrored | None:
-        """Return the places of the gradients that servers capture for these steps.
-
-        Returns None if servers capture none of these gradients.
-        """
+    ) -> ObservedGradients | None:
+        """Return the gradients that servers capture for these steps; None for none."""
         if self._mirror is None:
             return None
-        places = tuple(
+        places = [
             self._mirror.places.get(part.key) for part in parts if part.key in steps
+        ]
+        mirrored = Mirrored(
+            groups=self._sums, places=tuple(place for place in places if place)
         )
-        return Mirrored(groups=self._sums, places=places) if any(places) else None
+        if not mirrored.places:
+            return None
+        return ObservedGradients(
+            weights=tuple(place is not None for place in places),
+            source=mirrored.to_json(),
+        )
 
     def _drop_before(self, completed: int) -> None:
         """Drop the states before `completed`, on servers and in own memory.

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from moe_ckpt.mirror.framing import PREAMBLE_BYTES, UNKNOWN, FramedMessage
-from moe_ckpt.mirror.ring import RingSend
+from moe_ckpt.flowcheck.mirror.framing import PREAMBLE_BYTES, UNKNOWN, FramedMessage
+from moe_ckpt.flowcheck.mirror.ring import RingSend
 
 _PREFIX_SHIFT, _NUMBER_SHIFT, _NUMBER_MASK = 56, 24, 0xFFFFFFFF
 _ALL_REDUCE = 4

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.mirror.watcher import Watcher
-from tests.mirror.captured import (
+from moe_ckpt.flowcheck.mirror.watcher import Watcher
+from tests.flowcheck.captured import (
     BUCKETS,
     ITERATIONS,
     OPERATIONS,

@@ -70,40 +70,29 @@ class BucketPlace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mirrored:
-    """Gradients that servers capture."""
+    """Gradients of an update that servers capture."""
 
     groups: tuple[MirroredSums, ...]
     """All-reduces of each group."""
 
-    places: tuple[BucketPlace | None, ...]
-    """Place of the gradient of each master weight that takes a step, in the order of
-    the header; None for a weight whose gradient is tapped.
-    """
+    places: tuple[BucketPlace, ...]
+    """Place of each captured gradient, in the order of the header."""
 
+    def to_json(self) -> Any:
+        """Return a value of JSON, which `from_json` reads."""
+        places = [[place.group, place.bucket, place.start] for place in self.places]
+        return {"groups": [asdict(each) for each in self.groups], "places": places}
 
-def mirrored_to_json(mirrored: Mirrored | None) -> Any:
-    """Return a value that `mirrored_from_json` reads."""
-    if mirrored is None:
-        return None
-    places = [
-        place and [place.group, place.bucket, place.start] for place in mirrored.places
-    ]
-    return {"groups": [asdict(each) for each in mirrored.groups], "places": places}
+    @classmethod
+    def from_json(cls, value: Any) -> Mirrored:
+        """Return the value that `to_json` wrote.
 
-
-def mirrored_from_json(value: Any) -> Mirrored | None:
-    """Return the value that `mirrored_to_json` wrote.
-
-    Raises:
-        ValueError, TypeError, KeyError: The value is any other one.
-    """
-    if value is None:
-        return None
-    groups = tuple(_sums(each) for each in value["groups"])
-    places = tuple(
-        None if place is None else _place(place, groups) for place in value["places"]
-    )
-    return Mirrored(groups=groups, places=places)
+        Raises:
+            ValueError, TypeError, KeyError: The value is any other one.
+        """
+        groups = tuple(_sums(each) for each in value["groups"])
+        places = tuple(_place(place, groups) for place in value["places"])
+        return cls(groups=groups, places=places)
 
 
 def _sums(value: Mapping[str, Any]) -> MirroredSums:

@@ -15,7 +15,11 @@ import torch.distributed as dist
 from moe_ckpt import server
 from moe_ckpt.config import NO_TLS
 from moe_ckpt.elastic.job_store import STORE_FILE, part_of
-from moe_ckpt.elastic.server_hosts import (
+from moe_ckpt.elastic.status_page import StatusPage
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.exact_json import ExactDecoder
+from moe_ckpt.flowcheck.mirror.settings import MirrorSettings
+from moe_ckpt.flowcheck.server_hosts import (
     PART,
     SETTINGS,
     ServerHosts,
@@ -23,14 +27,10 @@ from moe_ckpt.elastic.server_hosts import (
     ServerRules,
     ServerSettings,
 )
-from moe_ckpt.elastic.status_page import StatusPage
-from moe_ckpt.errors import ConfigError
-from moe_ckpt.exact_json import ExactDecoder
-from moe_ckpt.replication.daemon import MirrorSettings
+from moe_ckpt.flowcheck.server_process import find_job
 from moe_ckpt.replication.messages import Address
 from moe_ckpt.run_folder import JOB, JOB_ID
 from moe_ckpt.run_secret import SECRET_FILE, make_secret
-from moe_ckpt.server_process import find_job
 from tests.elastic.processes import Child
 from tests.elastic.workers import NotingStore, wait_until
 from tests.replication.peers import TICKET

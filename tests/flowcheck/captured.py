@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_ckpt.mirror.frames import TcpSegment, segment_of
-from moe_ckpt.mirror.gradients import Gradient
-from moe_ckpt.mirror.plan import MirroredSums
-from moe_ckpt.mirror.watcher import Watcher
+from moe_ckpt.flowcheck.mirror.frames import TcpSegment, segment_of
+from moe_ckpt.flowcheck.mirror.gradients import Gradient
+from moe_ckpt.flowcheck.mirror.plan import MirroredSums
+from moe_ckpt.flowcheck.mirror.watcher import Watcher
 
 NUM_RANKS, ITERATIONS, SIZES = 3, 2, (1500, 700)
 BUCKETS = tuple(4 * size for size in SIZES)

@@ -16,17 +16,23 @@ import torch.distributed as dist
 from moe_ckpt.config import require
 from moe_ckpt.elastic.job_store import STORE_FILE, connect, part_of
 from moe_ckpt.elastic.network import address_on, route_to
-from moe_ckpt.elastic.server_hosts import PART, SETTINGS, ServerNumbers, ServerSettings
 from moe_ckpt.elastic.shared_memory import open_memory_root
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.exact_json import ExactDecoder
+from moe_ckpt.flowcheck.mirror.captured_gradients import from_sums
+from moe_ckpt.flowcheck.mirror.settings import open_mirror
+from moe_ckpt.flowcheck.server_hosts import (
+    PART,
+    SETTINGS,
+    ServerNumbers,
+    ServerSettings,
+)
 from moe_ckpt.replication.copy_server import CopyServer, HoldingRules
-from moe_ckpt.replication.daemon import open_mirror
 from moe_ckpt.replication.messages import Address, parse_address
 from moe_ckpt.replication.tls import open_tls
 from moe_ckpt.run_folder import JOB, JOB_ID
 from moe_ckpt.run_secret import SECRET_FILE, read_secret, ticket_of
-from moe_ckpt.snapshot.arriving_update import no_capture
+from moe_ckpt.snapshot.arriving_update import observes_nothing
 
 NO_RANK = -1
 """Rank of a server that trains nothing."""
@@ -87,8 +93,10 @@ def _serve(
                 host=host,
                 timeout_s=settings.timeout_s,
                 rules=HoldingRules(
-                    serves_itself=True,
-                    captured=capture.sums if capture else no_capture,
+                    keeps_own=True,
+                    open_gradients=from_sums(capture.sums)
+                    if capture
+                    else observes_nothing,
                     most_bytes_per_owner=settings.most_bytes_per_owner,
                 ),
             )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_ckpt.mirror.framing import PREAMBLE_BYTES, data_length
+from moe_ckpt.flowcheck.mirror.framing import PREAMBLE_BYTES, data_length
 
 MAGIC = b"moe_ckpt mirror\xff"
 GROUP_BYTES = 16

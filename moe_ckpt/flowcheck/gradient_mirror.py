@@ -24,12 +24,12 @@ from megatron.core import parallel_state
 
 from moe_ckpt.config import require
 from moe_ckpt.elastic.process_groups import ElasticGroup
+from moe_ckpt.flowcheck.mirror.marks import GROUP_BYTES, mark_of
+from moe_ckpt.flowcheck.mirror.plan import BucketPlace, MirroredSums
 from moe_ckpt.megatron.operators import RankOperators
 from moe_ckpt.megatron.overlapped import bucket_groups
 from moe_ckpt.megatron.owned import OwnedParameter
 from moe_ckpt.megatron.state import TrainingState
-from moe_ckpt.mirror.marks import GROUP_BYTES, mark_of
-from moe_ckpt.mirror.plan import BucketPlace, MirroredSums
 from moe_ckpt.snapshot.codec import MASTER, PartKey
 
 _WANTED = "where ckpt.capture=mirror"
@@ -53,7 +53,7 @@ class _Reduction:
 
 
 class GradientMirror:
-    """Implements `engine.interfaces.Mirror` for gloo and unsharded optimizers.
+    """Implements `server_states.Mirror` for gloo and unsharded optimizers.
 
     Args:
         state: This rank's training state.
