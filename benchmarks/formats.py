@@ -102,9 +102,10 @@ run, with scales and buffers, over all parameters.
 | against BF16 | the measured window, divided by that of BF16 |
 | paper | the window by the paper's count, divided by the computed window of BF16 |
 
-The averages are over two kinds of parameters. In FP8 formats the linear layers of the decoder compute in FP8: {share:.0%} of
-the parameters of this `tiny`. Embeddings, norms, routers and the output layer stay in 16 bits. `tests/launcher/test_formats.py` compares each
-slot of a window with the formula element by element.
+The averages are over two kinds of parameters. In FP8 formats the linear layers of the decoder compute in FP8, {share:.0%}
+of the parameters of this `tiny`. Embeddings, norms, routers and the output layer stay in 16 bits.
+
+`tests/launcher/test_formats.py` compares each slot of a window with the formula element by element.
 
 | `precision=` | C | state, paper | exact | whole | measured | window of {window} | measured | against BF16 | paper |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
@@ -123,7 +124,8 @@ In a replay some experts of a layer are frozen, while others are trained again. 
 frozen weights skip their gradients. Transformer Engine's `GroupedLinear` asks its first weight alone, so a layer
 computes all weight gradients, unless all of its experts are frozen.
 
-The table has the processor seconds of a forward and a backward pass of one layer on a CPU ({grouped}):
+The table has the processor seconds of a forward and a backward pass of one layer on a CPU. The layer:
+{grouped}.
 
 | frozen | without their weight gradients | with all weight gradients | price |
 | --- | --- | --- | --- |
