@@ -67,9 +67,12 @@ SAID = {
 _PAGE = """\
 # Number formats: what they cost the model, and what they save
 
+This page answers: how each number format changes the loss, and how many bytes its snapshots take.
+Next: [design.md](design.md#number-formats) says how formats are stored; [gpu.md](gpu.md) has the runs of formats on a GPU.
+
 Written by `{command}`; do not edit.
 
-{iterations} iterations of `tiny` on 4 ranks with each format of MoEvement's Table 7 and with BF16, under
+Each format of MoEvement's Table 7, and BF16, trains `tiny` for {iterations} iterations on 4 ranks, under
 `ckpt=moevement ckpt.window={window}`. FP8 layers and FusedAdam are the CPU references of this project
 (`moe_ckpt/standins/fp8_linear.py`, `moe_ckpt/standins/precision_adam.py`), not Transformer Engine's kernels.
 
@@ -80,34 +83,49 @@ Written by `{command}`; do not edit.
 {losses}
 
 Runs that differ by rounding alone end up to 0.1 apart ([partial.md](partial.md): nudged runs, and another seed). All
-rows but the last lie within that.
+rows but the last lie within that range.
 
 ## Bytes
 
-A window of W snapshots holds every operator once in full, and with compute weights in each snapshot before that one:
-with operators of one size, full + C * (W - 1) / 2 bytes a parameter. FP8 is what linear layers of the decoder compute
-with, {share:.0%} of the parameters of this `tiny`: embeddings, norms, routers and the output layer stay in 16 bits. So
-computed are averages over both. Measured are the bytes of the first whole snapshot and of the last window of all ranks,
-with scales and buffers, over all parameters; operators of a window are not of one size.
+All numbers are bytes a parameter, except C and the two ratios. "Computed" means from the format; "measured" means from the
+run, with scales and buffers, over all parameters.
+
+| column | meaning |
+| --- | --- |
+| C | bytes of a compute weight |
+| state, paper | master and moments: a snapshot in full, as the paper counts it |
+| exact | a snapshot in full, as it is |
+| whole | computed: `exact`, averaged over all parameters of the model |
+| measured | the first whole snapshot of all ranks |
+| window of {window} | computed, averaged: a window of W snapshots has every operator once in full, and with compute weights in each snapshot before that one. With operators of one size that is `exact` + C * (W - 1) / 2 |
+| measured | the last window of all ranks; its operators are not of one size |
+| against BF16 | the measured window, divided by that of BF16 |
+| paper | the window by the paper's count, divided by the computed window of BF16 |
+
+The averages are over two kinds of parameters. In FP8 formats the linear layers of the decoder compute in FP8, {share:.0%}
+of the parameters of this `tiny`. Embeddings, norms, routers and the output layer stay in 16 bits.
+
 `tests/launcher/test_formats.py` compares each slot of a window with the formula element by element.
 
 | `precision=` | C | state, paper | exact | whole | measured | window of {window} | measured | against BF16 | paper |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 {bytes}
 
-`exact` is more than the paper counts where the compute weight is not the rounding of the stored master weight:
+`exact` is more than the paper counts if the compute weight is not the rounding of the stored master weight:
 an FP16 master is itself rounded, so a snapshot in full holds the compute weight as well.
 
-FP8 parameters (`precision=fp8_fp32_fp32 precision.fp8_param_gather=true`) take the same bytes: a payload of one, and
+FP8 parameters (`precision=fp8_fp32_fp32 precision.fp8_param_gather=true`) take the same bytes: a payload of one byte, and
 scales. With delayed scaling a snapshot in full has the payload beside the master, 13 bytes. On a GPU, layers that
 multiply in FP8 keep BF16 parameters otherwise: C is 2 there.
 
 ## Frozen experts of a grouped layer
 
-In a replay some experts of a layer are frozen, while others are trained again. With experts in modules of their own,
+In a replay some experts of a layer are frozen, while others are trained again. If each expert is a module of its own,
 frozen weights skip their gradients. Transformer Engine's `GroupedLinear` asks its first weight alone, so a layer
-computes all of them, unless all of its experts are frozen. Processor seconds of a forward and a backward pass of one
-layer on a CPU ({grouped}):
+computes all weight gradients, unless all of its experts are frozen.
+
+The table has the processor seconds of a forward and a backward pass of one layer on a CPU. The layer:
+{grouped}.
 
 | frozen | without their weight gradients | with all weight gradients | price |
 | --- | --- | --- | --- |

@@ -64,39 +64,44 @@ _VERDICTS = {True: "holds", False: "**does not hold**", None: "not put to the te
 _TEXT = """\
 # Partial checkpoints: what they cost the model
 
+This page answers: what a recovery from a partial checkpoint (`moc`, `moetion`) does to the loss, and which claims of the
+papers hold here. Next: [guarantees.md](guarantees.md#ckptmoc-and-ckptmoetion); [policies.md](policies.md) chooses a policy.
+
 Written by `{command}`; do not edit.
 
-{iterations} iterations of `tiny` on {ranks} ranks under each policy, all of them put to the same faults.
+Each policy trains `tiny` for {iterations} iterations on {ranks} ranks, under the same faults.
 
 - Model and training: {common}.
-- Faults: {faults}. A rank that dies leaves its snapshots in memory; a node takes them along, and what it had comes
-  back from storage (moc) or from peers (gemini, moevement, moetion).
-- `{nudged}` and `{nudged_more}` differ from `none` in an epsilon of Adam's that is 10 % and 20 % larger, so by no more
-  than rounding that grows: what is no further apart than these three is alike. Under `{other_seed}` other initial
-  weights and dropout make another loss.
-- `none` would start again from the beginning at each fault. It runs without any: the others are held against it.
-- Runs of moetion limit the capacity of experts, which is what a boost adds to; they have a reference that does so, too.
+- Faults: {faults}.
+- A rank that dies leaves its snapshots in memory. A node takes its snapshots along; they come back from storage (moc) or
+  from peers (gemini, moevement, moetion).
+- `none` would start again from the beginning at each fault. It runs without faults, as the reference of the others.
+- `{nudged}` and `{nudged_more}` differ from `none` in an epsilon of Adam that is 10 % and 20 % larger, so by no more
+  than rounding that grows. Two losses that are no further apart than these three runs count as alike.
+- `{other_seed}` has other initial weights and dropout, which make another loss.
+- Runs of moetion limit the capacity of experts, because a boost adds to this capacity. Their reference has the same limit.
 
 ![Evaluation loss against iterations](partial.svg)
 
-Above: evaluation loss; under gemini and moevement it is that of `none`, one line on the other. Below: how far it lies
-above the loss without faults; the band is how far nudged runs lie apart. Dotted: faults.
+Upper row: evaluation loss; gemini and moevement have that of `none`, one line on the other. Lower row: the distance above
+the loss without faults; the band is the distance between nudged runs. Dotted lines: faults.
 
 ## Measured
 
 {measured}
 
 - PLT and MLT: lost tokens of all of the run, mean and sum over MoE layers (MoC, equation 7; MoEtion, equation 6).
-- Snapshots: all ranks together, mean over all snapshots of the run.
-- Lift: the most that evaluations, and the training loss where training goes on, lie above those without faults, until
-  the next fault. Jump: that training loss alone. Nats per token.
+- MiB a snapshot: all ranks together, mean over all snapshots of the run.
+- Highest lift: the most that the loss lies above the loss without faults, from a fault until the next one. It counts
+  evaluations, and the training loss where training goes on. Nats per token.
+- Jump: that training loss alone. Nats per token.
 
 ## Claimed
 
 {claimed}
 
-As without faults, or no better, means: by no more than nudged runs are apart, which are of the model whose capacity is
-not limited. One run each.
+"As without faults" and "no better" mean: by no more than nudged runs are apart. Nudged runs are of the model whose capacity
+is not limited. Each variant was run once.
 
 ## How
 
