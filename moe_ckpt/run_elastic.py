@@ -50,7 +50,6 @@ from moe_ckpt.elastic.failures import (
     write_failure,
 )
 from moe_ckpt.elastic.generations import Generations, Member, Membership
-from moe_ckpt.elastic.heartbeat import start_heartbeat
 from moe_ckpt.elastic.janitor import janitor_of
 from moe_ckpt.elastic.job_store import (
     hosts_store,
@@ -70,7 +69,7 @@ from moe_ckpt.elastic.shared_memory import (
     take_over,
 )
 from moe_ckpt.elastic.sick_place import SickPlaceRules
-from moe_ckpt.elastic.status_page import StatusPage
+from moe_ckpt.elastic.status_page import StatusPage, start_heartbeat
 from moe_ckpt.elastic.stop_board import StopBoard
 from moe_ckpt.elastic.supervisor import (
     REQUEUE,

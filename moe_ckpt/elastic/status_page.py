@@ -13,6 +13,7 @@ import contextlib
 import mmap
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from enum import IntEnum
@@ -23,6 +24,7 @@ from moe_ckpt.reserved_file import reserve
 from moe_ckpt.types import Phase
 
 _SIZE_BYTES = 4096
+_BEAT_EVERY_S = 0.05
 ANY_ITERATION = -1
 
 
@@ -305,3 +307,15 @@ class StatusPage:
         number, words[_Word.ORDER_SIGNAL] = words[_Word.ORDER_SIGNAL], 0
         words[_Word.ORDERS_OBEYED] += 1
         self._execute(number)
+
+
+def start_heartbeat(page: StatusPage) -> None:
+    """Start to write signs of life, for as long as the process lives."""
+    threading.Thread(
+        target=_beat, args=(page, threading.Event()), name="heartbeat", daemon=True
+    ).start()
+
+
+def _beat(page: StatusPage, never: threading.Event) -> None:
+    while not never.wait(_BEAT_EVERY_S):
+        page.beat()

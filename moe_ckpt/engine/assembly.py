@@ -38,9 +38,8 @@ from moe_ckpt.engine.interfaces import RankAdapter
 from moe_ckpt.engine.job_recovery import JobRecovery
 from moe_ckpt.engine.measurements import Measurements
 from moe_ckpt.engine.partial_recovery import PartialPolicy, PartialRecovery
-from moe_ckpt.engine.rank_memory import RankMemory
+from moe_ckpt.engine.rank_memory import RankMemory, require_shared_room
 from moe_ckpt.engine.rank_parts import RankParts
-from moe_ckpt.engine.shared_room import require_shared_room
 from moe_ckpt.engine.snapshot_stores import SnapshotStore
 from moe_ckpt.engine.stage_profiles import SharedProfiles, share_profiles
 from moe_ckpt.engine.stage_recovery import StageRecovery

@@ -1,7 +1,8 @@
 """One rank's host memory: snapshots, logs, and the copies in and out.
 
-Owns: opening the memory, its total size, and clearing or refilling all of the memory
-together. Must not: decide which snapshots are taken or kept.
+Owns: opening the memory, its total size, the check that all ranks' forecasts fit the
+memory that they share, and clearing or refilling all of the memory together. Must not:
+decide which snapshots are taken or kept.
 
     training thread --copiers, engine--> snapshots, steps, boundary
     snapshots, steps --publisher--> replica daemon --> peers, local disk
@@ -9,13 +10,18 @@ together. Must not: decide which snapshots are taken or kept.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
 
+from moe_ckpt.collectives import Ranks, gather_results
 from moe_ckpt.config import InMemoryConfig
 from moe_ckpt.elastic.context import ElasticContext
 from moe_ckpt.engine.interfaces import StagePlace
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.linux import boot_id
+from moe_ckpt.policies.memory_forecast import SharedUse, require_room
 from moe_ckpt.replication.final_save import SaveTarget, write_save_target
 from moe_ckpt.replication.local_disk import LocalDisk
 from moe_ckpt.replication.publisher import NoCopies, Publisher
@@ -27,6 +33,8 @@ from moe_ckpt.snapshot.copier import HostCopier
 from moe_ckpt.snapshot.step_log import StepLog
 from moe_ckpt.snapshot.token_bucket import Throttle
 from moe_ckpt.snapshot.windows import HostBuffers, PrivateMemory, SnapshotMemory
+
+_BLOCK_BYTES = 512  # unit of st_blocks, on every file system
 
 
 class RankMemory:
@@ -189,3 +197,40 @@ def _open_disk(
         )
         write_save_target(elastic.memory, target)
     return disk
+
+
+def require_shared_room(ranks: Ranks, folder: Path, needed_bytes: int) -> None:
+    """Check that shared memory has room for the snapshots and copies of all ranks.
+
+    Collective over all ranks, before the first iteration of a start.
+
+    Args:
+        ranks: All ranks of the job.
+        folder: This rank's folder in shared memory.
+        needed_bytes: The forecast of this rank's bytes in shared memory.
+
+    Raises:
+        ConfigError: The memory of a node has less room. Raised on all ranks.
+    """
+    ranks.barrier()  # no rank frees or takes memory between the measurements
+    uses = gather_results(ranks, lambda: _measure(folder, needed_bytes), ConfigError)
+    require_room(uses)
+
+
+def _measure(folder: Path, needed_bytes: int) -> SharedUse:
+    there = os.statvfs(folder)
+    return SharedUse(
+        memory=f"{boot_id()} {folder.stat().st_dev}",
+        free_bytes=there.f_bavail * there.f_frsize,
+        held_bytes=_held_bytes(folder),
+        needed_bytes=needed_bytes,
+    )
+
+
+def _held_bytes(folder: Path) -> int:
+    """Return the bytes that a folder's files take."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            total += os.lstat(os.path.join(parent, name)).st_blocks * _BLOCK_BYTES
+    return total

@@ -25,10 +25,9 @@ import torch.distributed as dist
 
 from moe_ckpt.elastic import orphans, supervisor
 from moe_ckpt.elastic.generations import FENCED, STORE_LOST, Generations
-from moe_ckpt.elastic.heartbeat import start_heartbeat
 from moe_ckpt.elastic.process_failure import Death, FaultClass
 from moe_ckpt.elastic.sick_place import SickPlaceRules
-from moe_ckpt.elastic.status_page import StatusPage
+from moe_ckpt.elastic.status_page import StatusPage, start_heartbeat
 from moe_ckpt.elastic.supervisor import (
     REQUEUE,
     Supervisor,

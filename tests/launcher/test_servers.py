@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from launcher.config import compose_settings
-from launcher.job_checks import check_job
-from launcher.servers import require_servable
+from launcher.job_checks import check_job, require_servable
 from moe_ckpt.errors import ConfigError
 
 _MIRROR = ["ckpt.capture=mirror", "ckpt.mirror_interface=lo"]

@@ -14,7 +14,7 @@ import pytest
 
 from launcher.cluster_profile import main as profile
 from launcher.config import compose_settings
-from launcher.servers import require_servable
+from launcher.job_checks import require_servable
 from launcher.simulate import main
 from launcher.simulator.comparison import compare
 from launcher.simulator.config import (
