@@ -19,7 +19,7 @@ from moe_ckpt.engine.stage_recovery import StageRecovery
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError, lacks_room
 from moe_ckpt.recovery.inventory import Inventory, WindowRef
 from moe_ckpt.recovery.plan import Fetch, RecoveryPlan
-from moe_ckpt.replication.fetch import fetch_blobs, list_held
+from moe_ckpt.replication.fetch import fetch_blobs
 from moe_ckpt.replication.local_disk import LocalDisk, copy_blobs
 from moe_ckpt.replication.publisher import Publisher
 from moe_ckpt.snapshot.blob_keys import belongs_to, newest_snapshot
@@ -281,12 +281,13 @@ class WindowSources:
 
     def _fetch_from(self, fetch: Fetch, folder: BlobFolder) -> int:
         """Fetch a peer's copies of the blobs that the plan needs."""
-        elastic, mine = self._elastic, self._place.shard.global_rank
-        address = elastic.holders.address(fetch.source_rank)
-        there = list_held(address, elastic.ticket, mine, timeout_s=elastic.copy_s)
-        keys = [key for key in there if belongs_to(key, fetch.window_start)]
         return fetch_blobs(
-            address, elastic.ticket, mine, folder, keys, timeout_s=elastic.copy_s
+            self._elastic.holders.address(fetch.source_rank),
+            self._elastic.ticket,
+            self._place.shard.global_rank,
+            folder,
+            is_needed=lambda key: belongs_to(key, fetch.window_start),
+            timeout_s=self._elastic.copy_s,
         )
 
     def starts(self, listed: Mapping[int, frozenset[str]]) -> frozenset[int]:

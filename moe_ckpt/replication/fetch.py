@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from moe_ckpt.errors import CheckpointLoadError
@@ -56,6 +56,7 @@ def fetch_blobs(
     folder: BlobFolder,
     keys: Sequence[str] | None = None,
     *,
+    is_needed: Callable[[str], bool] = lambda _: True,
     timeout_s: float,
 ) -> int:
     """Copy a rank's blobs from a daemon into a folder, and publish them there.
@@ -65,8 +66,9 @@ def fetch_blobs(
         ticket: The run, and the run's secret.
         owner_rank: The rank.
         folder: The folder.
-        keys: Keys of the blobs. None: all blobs that the daemon can read. The caller
-            must then check that the blobs suffice.
+        keys: Keys of the blobs. None: all needed blobs that the daemon can read. The
+            caller must then check that the blobs suffice.
+        is_needed: Returns whether a key is that of a needed blob; for `keys` None.
         timeout_s: Time for the exchange, in seconds.
 
     Returns:
@@ -89,6 +91,7 @@ def fetch_blobs(
                 caller, Get(owner_rank=owner_rank, key=key), folder, until_s
             )
             for key in there
+            if is_needed(key)
         )
 
 

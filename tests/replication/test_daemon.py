@@ -171,6 +171,11 @@ def test_copies_reach_all_peers_and_come_back(
             LARGE
         ) + 1 + 2 * len(b"header")
         assert content_of(again, "a") == (b"header", LARGE)
+        only = BlobFolder(ranks[0].folder / f"only {peer.address.port}")
+        fetch_blobs(
+            peer.address, TICKET, 0, only, is_needed="b".__eq__, timeout_s=WAIT_S
+        )
+        assert only.keys() == ["b"]
 
 
 def test_a_copy_that_fails_says_why(ranks: list[Rank], third_rank: Rank) -> None:
