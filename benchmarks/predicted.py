@@ -92,11 +92,14 @@ CONSTANTS = (
 )
 
 HOW = """\
-Faults hit at the start of an iteration. ETTR is the time of new iterations, at the given seconds of one, in all the
-time of a run but its first iteration. Given are those of the run itself on average, as they ran first and without
-stalls of snapshots: what copies slow iterations down by, where they share the cores, is in the second column alone.
-Seconds of a fault are means. On a CPU an iteration that runs again is faster (`rerun_ratio`): oneDNN builds code for
-each new shape of a BF16 product, and an expert gets a new number of tokens in almost every iteration.
+Faults hit at the start of an iteration.
+
+- *An iteration, s*: the run's own mean, of iterations as they ran first and without stalls of snapshots. This column
+  alone has the slowdown by copies that share the cores with training.
+- *ETTR*: the time of new iterations, at the seconds of that column, as a share of all the time of a run but its first
+  iteration.
+- *A fault, s*: means. On a CPU an iteration that runs again is faster (`rerun_ratio`), because oneDNN builds code for
+  each new shape of a BF16 product, and an expert gets a new number of tokens in almost every iteration.
 """.splitlines()
 
 
