@@ -623,9 +623,8 @@ def _place(job: JobConfig, launch: Launch, store: dist.Store) -> RankPlace:
     nodes = num_nodes(launch.world_size, ranks_per_node)
     # nodes then hold copies once all servers are lost
     on_hosts = ckpt.served is not None and ckpt.served.on_hosts
-    replicas = (
-        min(1, nodes - 1) if ckpt.replicas == AUTO or on_hosts else int(ckpt.replicas)
-    )
+    asked = ckpt.replication.replicas
+    replicas = min(1, nodes - 1) if asked == AUTO or on_hosts else int(asked)
     limit = (
         f"less than {nodes}, the number of nodes"
         f" (parallel.ranks_per_node={ranks_per_node})"
@@ -633,7 +632,8 @@ def _place(job: JobConfig, launch: Launch, store: dist.Store) -> RankPlace:
     require(replicas < nodes, "ckpt.replicas", replicas, limit)
     # all errors of the settings come before the folder: a rank that is killed while it
     # creates a folder leaves that folder behind
-    tls, host = open_tls(ckpt.tls), own_host(launch, ckpt.network_interface)
+    tls = open_tls(ckpt.replication.tls)
+    host = own_host(launch, ckpt.replication.network_interface)
     folder = find_run_folder(job.folder, launch, job.runtime.join_s)
     ticket = ticket_of(read_secret(folder.path / SECRET_FILE), job_id(), tls)
     root = open_memory_root(
@@ -648,7 +648,7 @@ def _place(job: JobConfig, launch: Launch, store: dist.Store) -> RankPlace:
         folder=folder,
         ranks_per_node=ranks_per_node,
         replicas=replicas,
-        has_daemon=replicas > 0 or ckpt.disk_every_iters > 0 or ckpt.served is not None,
+        has_daemon=replicas > 0 or ckpt.disk.every_iters > 0 or ckpt.served is not None,
         host=host,
     )
 
@@ -724,7 +724,7 @@ def _announce_servers(
         timeout_s=runtime.copy_s,
         most_bytes_per_owner=served.memory_budget_bytes,
         mirror=_mirror(served),
-        tls=served.tls,
+        tls=served.replication.tls,
     )
     if place.launch.global_rank == 0:
         open_store(PART).set(SETTINGS, msgspec.json.encode(settings).decode())
