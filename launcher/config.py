@@ -33,6 +33,7 @@ from moe_ckpt.config import (
     require_choice,
     require_switch,
 )
+from moe_ckpt.config_keys import flat_class, from_keys, keys_of
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.exactness import require_valid
 from moe_ckpt.job_config import JobConfig
@@ -902,7 +903,7 @@ def section_of(config: DictConfig, name: str, kind: type[T]) -> T:
     Raises:
         ConfigError: A key is wrong. The error names the key.
     """
-    known = {field.name for field in fields(cast("Any", kind))}
+    known = keys_of(kind)
     for key in config[name]:
         require(
             key in known,
@@ -911,9 +912,7 @@ def section_of(config: DictConfig, name: str, kind: type[T]) -> T:
             f"one of the keys {_names(kind)}",
         )
     try:
-        return cast(
-            "T", OmegaConf.to_object(OmegaConf.merge(_schema(kind), config[name]))
-        )
+        values = OmegaConf.to_object(OmegaConf.merge(_schema(kind), config[name]))
     except OmegaConfBaseException as error:
         is_ours = re.split(r"[.\[]", str(error.full_key))[0] in known
         # for a value in a list, OmegaConf names only the inner key
@@ -925,16 +924,17 @@ def section_of(config: DictConfig, name: str, kind: type[T]) -> T:
         raise ConfigError(
             f"{name}.{key}: {error.msg or error}".split("\n")[0]
         ) from None
+    return from_keys(kind, {key: getattr(values, key) for key in known})
 
 
 def _schema(kind: type[Any]) -> DictConfig:
-    """Return a class as OmegaConf's schema, with writable sections.
+    """Return the keys of a class as OmegaConf's schema, with writable sections.
 
     OmegaConf makes frozen classes read-only.
     """
-    schema = OmegaConf.structured(kind)
+    schema = OmegaConf.structured(flat_class(kind))
     OmegaConf.set_readonly(schema, False)
-    for name, of in get_type_hints(kind).items():
+    for name, of in keys_of(kind).items():
         if is_dataclass(of):
             schema[name] = OmegaConf.structured(of)
             OmegaConf.set_readonly(schema[name], False)
@@ -960,11 +960,7 @@ def _explain(message: str, kinds: Kinds) -> str:
     else:
         # the groups, and the keys of the section without a name, which belong to no
         # group
-        loose = (
-            [field.name for field in fields(cast("Any", kinds[""]))]
-            if "" in kinds
-            else []
-        )
+        loose = list(keys_of(cast("Any", kinds[""]))) if "" in kinds else []
         keys = ", ".join(sorted([*filter(None, kinds), *loose]))
     return (
         f"{missing[1]}: no such setting, wanted one of the keys"
@@ -975,17 +971,17 @@ def _explain(message: str, kinds: Kinds) -> str:
 def _closest(missing: str, kinds: Kinds) -> str:
     """Return a question with the setting most like a missing one, or an empty text."""
     known = [
-        f"{group}.{field.name}".lstrip(".")
+        f"{group}.{key}".lstrip(".")
         for group, chosen in kinds.items()
         for kind in (chosen.values() if isinstance(chosen, Mapping) else (chosen,))
-        for field in fields(cast("Any", kind))
+        for key in keys_of(kind)
     ]
     close = difflib.get_close_matches(missing, known, n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def _names(kind: Any) -> str:
-    return ", ".join(sorted(field.name for field in fields(kind)))
+    return ", ".join(sorted(keys_of(kind)))
 
 
 _KINDS: Kinds = {

@@ -17,15 +17,24 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 if TYPE_CHECKING:
     from moe_ckpt.config import (
+        NO_CAPS,
+        NO_DISK,
+        NO_REPLICATION,
+        NO_TLS,
         CheckfreqConfig,
         DenseConfig,
+        EverySnapshotToDisk,
         FlowcheckConfig,
         GeminiConfig,
+        LocalDiskConfig,
+        MaxBytesPerS,
         MocConfig,
         MoetionConfig,
         MoevementConfig,
         NoneConfig,
+        ReplicationConfig,
         RuntimeConfig,
+        TlsConfig,
     )
     from moe_ckpt.engine.session import Session
     from moe_ckpt.errors import MoeCkptError
@@ -43,19 +52,28 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 __all__ = [
+    "NO_CAPS",
+    "NO_DISK",
+    "NO_REPLICATION",
+    "NO_TLS",
     "CheckfreqConfig",
     "DenseConfig",
     "EventLog",
+    "EverySnapshotToDisk",
     "FlowcheckConfig",
     "GeminiConfig",
+    "LocalDiskConfig",
+    "MaxBytesPerS",
     "MocConfig",
     "MoeCkptError",
     "MoetionConfig",
     "MoevementConfig",
     "NoneConfig",
+    "ReplicationConfig",
     "RuntimeConfig",
     "Session",
     "StageCommunicator",
+    "TlsConfig",
     "TrainingState",
     "__version__",
     "advance_schedule",

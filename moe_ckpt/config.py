@@ -9,8 +9,8 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, cast
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from moe_ckpt.errors import ConfigError
 
@@ -186,7 +186,7 @@ class PolicyConfig:
 
         Such a policy survives the loss of ranks.
         """
-        return None
+        return self if isinstance(self, InMemoryConfig) else None
 
     @property
     def keeps_own_copy(self) -> bool:
@@ -327,6 +327,70 @@ NO_TLS = TlsConfig(certificate=None, key=None, authority=None)
 """No TLS: copies cross the network in clear."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicationConfig:
+    """Copies in the memory of other nodes: `ckpt.replicas` and the keys beside it."""
+
+    replicas: int | str
+    """Copies of snapshots in other nodes' memory; auto: 1, or 0 on a single node.
+
+    FlowCheck: servers of each rank beside its first one; auto: 1, or 0 on a single node
+    or host.
+    """
+
+    network_interface: str | None
+    """Interface on which copies, or FlowCheck's gradients, arrive; None: the one that
+    leads to the rendezvous.
+    """
+
+    tls: TlsConfig
+    """TLS files for copies between nodes."""
+
+    def __post_init__(self) -> None:
+        require_auto("ckpt.replicas", self.replicas, 0, "a number of copies")
+
+
+NO_REPLICATION = ReplicationConfig(replicas=0, network_interface=None, tls=NO_TLS)
+"""No copies in the memory of other nodes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalDiskConfig:
+    """Snapshots on a disk of each node: `ckpt.disk_every_iters` and its neighbours."""
+
+    every_iters: int
+    """Iterations between snapshots, or windows of them, that also go to disk; 0: none.
+    """
+
+    path: str | None
+    """Folder for snapshots on disk; None: the run folder.
+
+    The folder is on a local disk of each node. MoC-System needs a folder that all nodes
+    share, and CheckFreq may use one.
+    """
+
+    budget_bytes: int | None
+    """Bytes that a rank may use in `path`; None: no limit."""
+
+    def __post_init__(self) -> None:
+        require_all_at_least("ckpt.disk_", self, every_iters=0, budget_bytes=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EverySnapshotToDisk(LocalDiskConfig):
+    """The disk of a policy that writes each snapshot before it takes the next one.
+
+    The policy has no key `ckpt.disk_every_iters`.
+    """
+
+    every_iters: int = field(default=1, init=False)
+    """Each snapshot goes to disk."""
+
+
+NO_DISK = LocalDiskConfig(every_iters=0, path=None, budget_bytes=None)
+"""No snapshot goes to disk while training continues."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DenseConfig(SavingConfig):
     """`ckpt=dense`: the whole state on disk in Megatron's dist_checkpointing format."""
@@ -353,28 +417,29 @@ class HostMemoryConfig(SavingConfig):
     durable_every_iters: int
     """Iterations between whole checkpoints on disk, in Megatron's format; 0: none."""
 
+    replication: ReplicationConfig
+    """Copies in the memory of other nodes."""
+
+    disk: LocalDiskConfig
+    """Snapshots on a disk of each node."""
+
+    max_bytes_per_s: MaxBytesPerS
+    """Caps on the copies of each rank."""
+
     @property
     def peer_replicas(self) -> int | str:
         """Copies of snapshots in other training nodes' memory; auto: 1 if possible."""
-        return self.in_memory.replicas
-
-    @property
-    def in_memory(self) -> InMemoryConfig:
-        # every subclass that is a policy is a member of the union
-        return cast("InMemoryConfig", self)
+        return self.replication.replicas
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        config = self.in_memory
-        require_all_at_least("ckpt.", config, durable_every_iters=0, disk_every_iters=0)
         require_all_at_least(
-            "ckpt.", config, memory_budget_bytes=1, disk_budget_bytes=1
+            "ckpt.", self, durable_every_iters=0, memory_budget_bytes=1
         )
-        require_auto("ckpt.replicas", config.replicas, 0, "a number of copies")
-        capped = config.max_bytes_per_s.peers
+        capped = self.max_bytes_per_s.peers
         wanted = "null where ckpt.replicas=0: nothing is copied to peers"
         require(
-            capped is None or config.replicas != 0,
+            capped is None or self.replication.replicas != 0,
             "ckpt.max_bytes_per_s.peers",
             capped,
             wanted,
@@ -452,27 +517,6 @@ class MoevementConfig(HostMemoryConfig):
     keep_windows: int
     """Complete windows kept beside the one being taken."""
 
-    replicas: int | str
-    """Copies of snapshots in other nodes' memory; auto: 1, or 0 on a single node."""
-
-    network_interface: str | None
-    """Interface on which copies arrive; None: the one that leads to the rendezvous."""
-
-    tls: TlsConfig
-    """TLS files for copies between nodes."""
-
-    disk_every_iters: int
-    """Iterations between windows that also go to the local disk; 0: none."""
-
-    disk_path: str | None
-    """Folder on a local disk of each node; None: the run folder."""
-
-    disk_budget_bytes: int | None
-    """Bytes that a rank may use in `disk_path`; None: no limit."""
-
-    max_bytes_per_s: MaxBytesPerS
-    """Caps on the copies of each rank."""
-
     recovers_locally: ClassVar[bool] = True
     asks_popularity: ClassVar[bool] = True
 
@@ -533,22 +577,9 @@ class WholeSnapshotsConfig(RollbackConfig):
     `every_iters` auto.
     """
 
-    disk_path: str | None
-    """Folder for snapshots on disk; None: the run folder.
-
-    The folder is on a local disk of each node. CheckFreq may also use one that all
-    nodes share.
-    """
-
-    disk_budget_bytes: int | None
-    """Bytes that a rank may use in `disk_path`; None: no limit."""
-
-    max_bytes_per_s: MaxBytesPerS
-    """Caps on the copies of each rank."""
-
     @property
     def waits_for_disk(self) -> bool:
-        return self.in_memory.disk_every_iters == 1
+        return self.disk.every_iters == 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -567,18 +598,6 @@ class GeminiConfig(WholeSnapshotsConfig):
     """Mean time between failures of the whole job, in seconds; for `every_iters` auto.
     """
 
-    replicas: int | str
-    """Copies of snapshots in other nodes' memory; auto: 1, or 0 on a single node."""
-
-    network_interface: str | None
-    """Interface on which copies arrive; None: the one that leads to the rendezvous."""
-
-    tls: TlsConfig
-    """TLS files for copies between nodes."""
-
-    disk_every_iters: int
-    """Iterations between snapshots that also go to the local disk; 0: none."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.mtbf_s > 0, "ckpt.mtbf_s", self.mtbf_s, "more than 0")
@@ -594,11 +613,11 @@ class CheckfreqConfig(WholeSnapshotsConfig):
     overhead: float
     """Largest share of the time that snapshots may add; for `every_iters` auto."""
 
-    replicas: ClassVar[int] = 0
-    network_interface: ClassVar[None] = None
-    tls: ClassVar[TlsConfig] = NO_TLS
-    # CheckFreq writes each snapshot to storage before it takes the next one
-    disk_every_iters: ClassVar[int] = 1
+    disk: EverySnapshotToDisk
+    """Folder for all snapshots, on a disk of each node or one that all nodes share."""
+
+    replication: ReplicationConfig = field(default=NO_REPLICATION, init=False)
+    """No copies: snapshots on disk outlive their node if all nodes share the disk."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -616,22 +635,6 @@ class PartialConfig(RollbackConfig):
 
     every_iters: int
     """Iterations between snapshots."""
-
-    disk_every_iters: int
-    """Iterations between snapshots that also go to disk; 0: none."""
-
-    disk_path: str | None
-    """Folder for snapshots on disk; None: the run folder.
-
-    MoC-System needs a folder that all nodes share, MoEtion one on a local disk of each
-    node.
-    """
-
-    disk_budget_bytes: int | None
-    """Bytes that a rank may use in `disk_path`; None: no limit."""
-
-    max_bytes_per_s: MaxBytesPerS
-    """Caps on the copies of each rank."""
 
     loses_tokens: ClassVar[bool] = True
     asks_popularity: ClassVar[bool] = True
@@ -672,9 +675,8 @@ class MocConfig(PartialConfig):
     plt_limit: float
     """Share of all tokens that faults may cost; for `dynamic_k`."""
 
-    replicas: ClassVar[int] = 0
-    network_interface: ClassVar[None] = None
-    tls: ClassVar[TlsConfig] = NO_TLS
+    replication: ReplicationConfig = field(default=NO_REPLICATION, init=False)
+    """No copies: snapshots on disk outlive their node if all nodes share the disk."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -730,15 +732,6 @@ class MoetionConfig(PartialConfig):
 
     The capacity is one that other experts leave unused.
     """
-
-    replicas: int | str
-    """Copies of snapshots in other nodes' memory; auto: 1, or 0 on a single node."""
-
-    network_interface: str | None
-    """Interface on which copies arrive; None: the one that leads to the rendezvous."""
-
-    tls: TlsConfig
-    """TLS files for copies between nodes."""
 
     copies_within_stage: ClassVar[bool] = True
     # experts in snapshots are whole
@@ -823,25 +816,15 @@ class FlowcheckConfig(RollbackConfig):
     hosts.
     """
 
-    replicas: int | str
-    """Servers of each rank beside its first one; auto: 1, or 0 on a single node or
-    host.
-    """
+    disk: LocalDiskConfig = field(default=NO_DISK, init=False)
+    """No snapshots on disk: servers receive the gradients of each iteration."""
 
-    network_interface: str | None
-    """Interface on which gradients arrive; None: the one that leads to the rendezvous.
+    max_bytes_per_s: MaxBytesPerS = field(default=NO_CAPS, init=False)
+    """No caps: a server that receives gradients late gets a whole snapshot instead,
+    which has more bytes.
     """
-
-    tls: TlsConfig
-    """TLS files for copies between nodes."""
 
     profile_iters: ClassVar[int] = 0
-    disk_every_iters: ClassVar[int] = 0
-    disk_path: ClassVar[None] = None
-    disk_budget_bytes: ClassVar[None] = None
-    # no caps: a server that receives gradients late gets a whole snapshot instead,
-    # which has more bytes
-    max_bytes_per_s: ClassVar[MaxBytesPerS] = NO_CAPS
 
     @property
     def keeps_own_copy(self) -> bool:
@@ -855,7 +838,7 @@ class FlowcheckConfig(RollbackConfig):
     @property
     def peer_replicas(self) -> int | str:
         # training nodes hold copies only once all servers on hosts are lost
-        return AUTO if self.on_hosts else self.replicas
+        return AUTO if self.on_hosts else self.replication.replicas
 
     @property
     def mirrors(self) -> bool:
@@ -872,8 +855,8 @@ class FlowcheckConfig(RollbackConfig):
         """Number of servers on hosts that hold the state of each rank."""
         return 1 + (
             min(1, self.server_hosts - 1)
-            if self.replicas == AUTO
-            else int(self.replicas)
+            if self.replication.replicas == AUTO
+            else int(self.replication.replicas)
         )
 
     def __post_init__(self) -> None:
@@ -923,7 +906,7 @@ class FlowcheckConfig(RollbackConfig):
             f"less than ckpt.server_hosts={self.server_hosts} where ckpt.servers=hosts"
         )
         fits = not self.on_hosts or self.server_copies <= self.server_hosts
-        require(fits, "ckpt.replicas", self.replicas, wanted)
+        require(fits, "ckpt.replicas", self.replication.replicas, wanted)
 
 
 InMemoryConfig = (

@@ -827,7 +827,7 @@ class _Run:
         lines = [f"training begins with iteration 1: {why}", *promises]
         in_memory = ckpt.in_memory
         if in_memory and not (
-            in_memory.disk_every_iters or in_memory.durable_every_iters
+            in_memory.disk.every_iters or in_memory.durable_every_iters
         ):
             settings = "ckpt.disk_every_iters=0, ckpt.durable_every_iters=0"
             lines.append(

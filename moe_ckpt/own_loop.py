@@ -30,6 +30,7 @@ from moe_ckpt.config import (
     RuntimeConfig,
     require,
 )
+from moe_ckpt.config_keys import to_keys
 from moe_ckpt.content import file_identity
 from moe_ckpt.durable.course import RunCourse
 from moe_ckpt.elastic.job_store import say_once
@@ -156,7 +157,8 @@ class LoopConfig:
     @property
     def job(self) -> JobConfig:
         """The settings of the job."""
-        text = yaml.safe_dump(asdict(self), sort_keys=False)
+        settings = {**asdict(self), "ckpt": to_keys(self.ckpt)}
+        text = yaml.safe_dump(settings, sort_keys=False)
         return JobConfig(
             ckpt=self.ckpt,
             runtime=self.runtime,

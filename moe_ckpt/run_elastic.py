@@ -601,7 +601,8 @@ def _place(job: JobConfig, launch: Launch, store: dist.Store) -> RankPlace:
     require(replicas < nodes, "ckpt.replicas", replicas, limit)
     # all errors of the settings come before the folder: a rank that is killed while it
     # creates a folder leaves that folder behind
-    tls, host = open_tls(ckpt.tls), own_host(launch, ckpt.network_interface)
+    tls = open_tls(ckpt.replication.tls)
+    host = own_host(launch, ckpt.replication.network_interface)
     folder = find_run_folder(job.folder, launch, job.runtime.join_s)
     ticket = ticket_of(read_secret(folder.path / SECRET_FILE), job_id(), tls)
     root = open_memory_root(
@@ -616,7 +617,7 @@ def _place(job: JobConfig, launch: Launch, store: dist.Store) -> RankPlace:
         folder=folder,
         ranks_per_node=ranks_per_node,
         replicas=replicas,
-        has_daemon=replicas > 0 or ckpt.disk_every_iters > 0 or ckpt.keeps_own_copy,
+        has_daemon=replicas > 0 or ckpt.disk.every_iters > 0 or ckpt.keeps_own_copy,
         host=host,
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -32,6 +32,7 @@ from moe_ckpt.config import (
     require_choice,
     require_switch,
 )
+from moe_ckpt.config_keys import from_keys, keys_of
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.faults.schedule import StateLoss
 from moe_ckpt.job_config import JobConfig
@@ -216,19 +217,22 @@ def section_of(kind: type[T], name: str, values: Mapping[str, Any]) -> T:
     Args:
         kind: The dataclass.
         name: Name of the section, for messages.
-        values: The value of each field.
+        values: The value of each key.
 
     Raises:
         ConfigError: A key is unknown or missing, or a value has another type.
     """
-    hints = get_type_hints(kind)
-    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    known = keys_of(kind)
     for key in values:
-        _require_known(f"{name}.{key}", key, known)
+        _require_known(f"{name}.{key}", key, list(known))
     for key in known:
         require(key in values, f"{name}.{key}", "nothing", "a value")
-    return kind(
-        **{key: _converted(values[key], hints[key], f"{name}.{key}") for key in known}
+    return from_keys(
+        kind,
+        {
+            key: _converted(values[key], hint, f"{name}.{key}")
+            for key, hint in known.items()
+        },
     )
 
 

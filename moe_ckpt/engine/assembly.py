@@ -120,8 +120,8 @@ class InMemoryAssembly:
         self._events = events
         self._elastic = elastic
         self._disk_folder = (
-            Path(config.disk_path) / self._place.identity.run_id
-            if config.disk_path
+            Path(config.disk.path) / self._place.identity.run_id
+            if config.disk.path
             else folder
         )
         self._on_divergence = on_divergence

@@ -185,7 +185,7 @@ def _open_disk(
     At the end of the job the rank's supervisor saves the memory to this folder.
     """
     rank = place.shard.global_rank
-    disk = LocalDisk(folder, rank, elastic.daemon, config.disk_budget_bytes)
+    disk = LocalDisk(folder, rank, elastic.daemon, config.disk.budget_bytes)
     # the last save handles windows only: partial checkpoints go on from the units on
     # disk
     if not config.loses_tokens:

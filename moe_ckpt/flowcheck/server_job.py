@@ -70,7 +70,7 @@ class ServerJob:
             timeout_s=runtime.copy_s,
             most_bytes_per_owner=self._config.memory_budget_bytes,
             mirror=self._mirror(),
-            tls=self._config.tls,
+            tls=self._config.replication.tls,
         )
         if self._rank == 0:
             open_store(PART).set(SETTINGS, msgspec.json.encode(settings).decode())

@@ -90,7 +90,7 @@ class WholeSnapshots(StageForecasts[StageProfile]):
             iteration + (self._every_iters or self._config.profile_iters) + rest_iters
         )
         plan = everything_at(iteration, self._stage.table)
-        to_disk = is_due(iteration, self._newest_on_disk, self._config.disk_every_iters)
+        to_disk = is_due(iteration, self._newest_on_disk, self._config.disk.every_iters)
         if to_disk:
             self._newest_on_disk = iteration
         return SnapshotPlan(
@@ -160,7 +160,7 @@ class WholeSnapshots(StageForecasts[StageProfile]):
             window_bytes=stage.dense_bytes,
             period_iters=1,
             # a snapshot that is being written to the local disk also stays in memory
-            keep_windows=1 + (self._config.disk_every_iters > 1),
+            keep_windows=1 + (self._config.disk.every_iters > 1),
             log_bytes_per_iteration=0,
             dense_bytes=stage.dense_bytes,
             step_log_bytes_per_iteration=stage.step_log_bytes,

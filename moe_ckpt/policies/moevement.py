@@ -143,7 +143,7 @@ class SparseWindows:
         is_last = slot == self._num_slots - 1
         self._next_iteration = iteration + 1 + (self._pause_iters if is_last else 0)
         to_disk = slot == 0 and is_due(
-            iteration, self._newest_on_disk, self._config.disk_every_iters
+            iteration, self._newest_on_disk, self._config.disk.every_iters
         )
         if to_disk:
             self._newest_on_disk = iteration

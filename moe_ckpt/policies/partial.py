@@ -250,7 +250,7 @@ class PartialSnapshots(StageForecasts[MoeStage]):
         durable = self._has_begun and every > 0 and iteration % every == 0
         if not is_due(iteration, self._newest, self._intervals.every_iters):
             return SnapshotPlan(durable=durable)
-        measured, disk_every = measure(), self._intervals.disk_every_iters
+        measured, disk_every = measure(), self._intervals.disk.every_iters
         if measured.lacks_units:
             self._newest = self._newest_on_disk = None
         # a rank may still be writing the previous snapshot to disk

@@ -101,7 +101,7 @@ class WindowSizes:
         self._num_copies = num_copies
         # a window that is being written to the local disk stays in memory beside the
         # kept windows
-        self._keep_windows = config.keep_windows + (config.disk_every_iters > 0)
+        self._keep_windows = config.keep_windows + (config.disk.every_iters > 0)
         self.kinds: list[StageKind] = []
         """All kinds of stages."""
         self.kind_of = [self._find(stage) for stage in stages]

@@ -140,7 +140,7 @@ def _in_memory(
 def _whole(config: GeminiConfig | CheckfreqConfig, setup: Setup) -> Saving:
     rates = _rates(config, setup)
     link = _whole_link(setup, rates)
-    replicas = _replicas(config.replicas, setup.cluster)
+    replicas = _replicas(config.replication.replicas, setup.cluster)
     kept_bytes_per_s = narrowest = min(link.bytes_per_s, rates.kept(replicas))
     # the disk's rate is that of the whole job, so it is scaled to one rank's copies
     if config.waits_for_disk:  # the next snapshot waits until this one is written
@@ -192,7 +192,7 @@ def _servers(config: FlowcheckConfig, setup: Setup) -> Saving:
     added_s = _unsharded_s(setup) if config.mirrors else 0.0
     cluster = setup.cluster
     link = _Link(setup, cluster.whole_copy_bytes_per_s)
-    replicas = _replicas(config.replicas, cluster)
+    replicas = _replicas(config.replication.replicas, cluster)
     gradient_bytes = _gradient_bytes(config, setup.job, link.profiles[link.own].table)
     served_s = _served_s(setup, link, replicas)
     # servers on processors of their own work in parallel to training; on shared
@@ -309,7 +309,7 @@ def _gradient_bytes(config: FlowcheckConfig, job: Job, table: OperatorTable) -> 
 
 
 def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
-    replicas = _replicas(config.replicas, setup.cluster)
+    replicas = _replicas(config.replication.replicas, setup.cluster)
     rates = _rates(config, setup)
     link = _Link(
         setup, rates.kept(replicas), rates.burst_s(setup.cluster.copy_bytes_per_s)
@@ -550,7 +550,7 @@ class _PartialCosts:
     def __init__(self, config: MocConfig | MoetionConfig, setup: Setup) -> None:
         cluster = setup.cluster
         self.iteration_s = setup.costs.iteration_s
-        self.replicas = _replicas(config.replicas, cluster)
+        self.replicas = _replicas(config.replication.replicas, cluster)
         rates = _rates(config, setup)
         self.link = _whole_link(setup, rates)
         self.stages = _kinds_of_stages(self.link.profiles)
@@ -617,7 +617,7 @@ def _patterns(
             begin,
             lambda so_far: measured(so_far) if so_far else nothing,
             describe,
-            disk_every=config.disk_every_iters > 0,
+            disk_every=config.disk.every_iters > 0,
             is_fixed=is_fixed,
         )
 

@@ -557,8 +557,8 @@ class ThreadJob:
             0
             if config is None
             else 1
-            if config.replicas == "auto"
-            else int(config.replicas)
+            if config.replication.replicas == "auto"
+            else int(config.replication.replicas)
         )
         self._losses_of_config = losses
         self._generations = _Generations(self.shape)
@@ -815,7 +815,7 @@ class ThreadJob:
         has_daemon = (
             self._replicas > 0
             or self._has_servers
-            or bool(self.config and self.config.disk_every_iters)
+            or bool(self.config and self.config.disk.every_iters)
         )
         return ElasticContext(
             member=Member(

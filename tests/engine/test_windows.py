@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from moe_ckpt.config import MaxBytesPerS
 from moe_ckpt.engine.session import Session
 from moe_ckpt.errors import ConfigError, NothingLeftError, PeersLostError
 from moe_ckpt.events import (
@@ -863,15 +862,11 @@ def test_spoilt_memory_comes_from_the_copy(
 HOST_BYTES_PER_S = 5e3  # a snapshot has 312 bytes
 
 
-def _capped(bytes_per_s: float) -> MaxBytesPerS:
-    return MaxBytesPerS(host=bytes_per_s, peers=None, disk=None)
-
-
 def test_a_capped_job_recovers_as_without_faults(tmp_path: Path) -> None:
     caps = {
         "window": "auto",
         "profile_iters": 2,
-        "max_bytes_per_s": _capped(HOST_BYTES_PER_S),
+        "max_bytes_per_s": {"host": HOST_BYTES_PER_S},
     }
     job = exact(
         made(
@@ -909,4 +904,6 @@ def test_a_cap_that_lets_no_snapshot_through_in_time_is_refused(tmp_path: Path) 
         ConfigError,
         match=r"runtime.copy_s: got .*, wanted at least .*at ckpt.max_bytes_per_s.host",
     ):
-        made(tmp_path, iterations=2, window="auto", max_bytes_per_s=_capped(1e-3)).run()
+        made(
+            tmp_path, iterations=2, window="auto", max_bytes_per_s={"host": 1e-3}
+        ).run()

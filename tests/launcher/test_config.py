@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, cast, get_type_hints
@@ -25,6 +25,7 @@ from launcher.faults.config import FAULT_CONFIGS
 from launcher.simulator.config import GROUPS as SIMULATION_GROUPS
 from launcher.simulator.config import ExperimentConfig
 from moe_ckpt.config import CKPT_CONFIGS
+from moe_ckpt.config_keys import keys_of, to_keys
 from moe_ckpt.faults.schedule import Kill, StateLoss, poisson_kills, trace_kills
 from moe_ckpt.sim.hardware import ClusterConfig
 from tests.launcher.errors import error_of
@@ -127,7 +128,7 @@ def test_every_choice_composes_and_converts(plus: str, number: int) -> None:
             "dict[str, object]",
             OmegaConf.to_container(load(CONF_DIR / group / f"{choice}.yaml")),
         )
-        assert asdict(getattr(settings, group)) == {**in_file, **needed.get(group, {})}
+        assert to_keys(getattr(settings, group)) == {**in_file, **needed.get(group, {})}
 
 
 def class_of(group: str, config: DictConfig) -> type[Any]:
@@ -142,7 +143,7 @@ def class_of(group: str, config: DictConfig) -> type[Any]:
 def test_every_yaml_spells_out_every_key(path: Path) -> None:
     config = load(path)
     assert sorted(map(str, config)) == sorted(
-        field.name for field in fields(class_of(path.parent.name, config))
+        keys_of(class_of(path.parent.name, config))
     )
 
 
@@ -202,7 +203,7 @@ def test_overrides_are_converted_and_kept_as_composed() -> None:
         got = getattr(getattr(settings, section), key)
         assert (got, type(got)) == (value, type(value)), override
     kept = OmegaConf.create(settings.composed_yaml)
-    assert (kept.train, kept.ckpt) == (asdict(settings.train), asdict(settings.ckpt))
+    assert (kept.train, kept.ckpt) == (to_keys(settings.train), to_keys(settings.ckpt))
     assert "hydra" not in kept
     assert "name: ${model.name}" in settings.composed_yaml
 

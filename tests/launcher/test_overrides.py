@@ -6,7 +6,6 @@ Each setting has one value.
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 from typing import get_type_hints
 
 import pytest
@@ -16,6 +15,7 @@ from launcher.config import GROUPS, Settings, compose_settings
 from launcher.faults.config import FAULT_CONFIGS
 from launcher.overrides import help_text, last_values
 from moe_ckpt.config import CKPT_CONFIGS
+from moe_ckpt.config_keys import keys_of
 
 MAINS = pytest.mark.parametrize(
     "main", [train.main, simulate.main], ids=["train", "simulate"]
@@ -132,11 +132,8 @@ def test_help_explains_every_key_of_the_chosen_files(policy: str) -> None:
         "fault": FAULT_CONFIGS["none"],
     }
     for group in (*GROUPS, "run"):
-        for field in fields(kinds[group]):
-            assert re.search(rf"^  {field.name}: .*# \S", shown, re.MULTILINE), (
-                group,
-                field.name,
-            )
+        for key in keys_of(kinds[group]):
+            assert re.search(rf"^  {key}: .*# \S", shown, re.MULTILINE), (group, key)
 
 
 @MAINS

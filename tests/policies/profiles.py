@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
 
-from launcher.config import compose_settings
-from moe_ckpt.config import CkptConfig
 from moe_ckpt.policies.stage_profile import StageProfile
+from moe_ckpt.run_settings import ckpt_config
 from moe_ckpt.types import (
     Measured,
     OperatorId,
@@ -24,14 +21,9 @@ from moe_ckpt.types import (
 NOTHING = SnapshotPlan()
 
 
-@cache
-def _as_it_is(policy: str) -> CkptConfig:
-    return compose_settings([f"ckpt={policy}"]).ckpt
-
-
 def config(policy: str, **changes: Any) -> Any:
-    """Return the settings of conf/ckpt/<policy>.yaml with changes."""
-    return replace(_as_it_is(policy), **changes)
+    """Return the settings of conf/ckpt/<policy>.yaml with changes, by key."""
+    return ckpt_config(policy, **changes)
 
 
 def profile(

@@ -90,7 +90,7 @@ def probed(overrides: Sequence[str], begin: GenerationStart) -> SnapshotPattern:
         begin,
         measured,
         describe,
-        disk_every=config.disk_every_iters > 0,  # type: ignore[union-attr]
+        disk_every=config.disk.every_iters > 0,  # type: ignore[union-attr]
         is_fixed=config.policy != "moevement" and config.every_iters != "auto",  # type: ignore[union-attr]
     )
 
