@@ -133,7 +133,7 @@ class Publisher:
         self._lock = RLock()
         self._times = CopyTimes()
         self.num_peers = 0
-        self._keys: dict[int, str] = {}  # keys of snapshots, by the payload's id
+        self._keys: dict[torch.Tensor, str] = {}  # keys of snapshots, by payload
         self._copying: dict[str, Future[Any]] | None = None
         # keys published since copying stopped: peers may hold other contents under such
         # a key
@@ -174,7 +174,7 @@ class Publisher:
             self.folder.publish(
                 key, content, snapshot.payload, header.payload_bytes, header.checksum
             )
-            self._keys[id(snapshot.payload)] = key
+            self._keys[snapshot.payload] = key
             if not is_local:
                 unit = header.unit.name if header.unit else None
                 base, self._newest[unit] = self._newest.get(unit), key
@@ -229,7 +229,7 @@ class Publisher:
             The key of the first state.
         """
         with self._lock:
-            key = self._newest[None] = self._keys[id(base.payload)]
+            key = self._newest[None] = self._keys[base.payload]
             return key
 
     def hand_over(
@@ -378,7 +378,7 @@ class Publisher:
     def drop_snapshots(self, snapshots: Iterable[Snapshot]) -> None:
         """Withdraw snapshots before the owner reuses the memory of their payloads."""
         with self._lock:
-            keys = [self._keys.pop(id(snapshot.payload)) for snapshot in snapshots]
+            keys = [self._keys.pop(snapshot.payload) for snapshot in snapshots]
             for key in keys:
                 self._times.drop(key)
             self.drop(keys)
@@ -612,7 +612,9 @@ class Publisher:
             self.folder.discard(key)
         blobs = self.folder.adopt()
         self._keys = {
-            id(blob.payload): key for key, blob in blobs.items() if is_snapshot(key)
+            blob.payload: key
+            for key, blob in blobs.items()
+            if is_snapshot(key) and blob.payload is not None
         }
         kept = contents_of(blobs)
         for iteration, record in kept.records.items():
@@ -656,7 +658,7 @@ class Publisher:
 
     def _keys_of(self, snapshots: Sequence[Snapshot]) -> list[str]:
         return window_steps(snapshots) + [
-            self._keys[id(snapshot.payload)] for snapshot in snapshots
+            self._keys[snapshot.payload] for snapshot in snapshots
         ]
 
     def _copied_keys_of(self, snapshots: Sequence[Snapshot]) -> list[str]:
