@@ -12,7 +12,7 @@ store or withdraw blobs, or know what a key means.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTimeError
 from enum import Enum, auto
@@ -148,7 +148,7 @@ class CopyLedger:
                 # peers listed their keys
                 self._stale = self._withdrawn.union(*held).difference(keys)
                 self._withdrawn = set()
-                self._drop_stale_after(self._copies)
+                self._drop_stale_later()
 
     def add(self, key: str, *, by: str | None = None) -> Future[Any] | None:
         """Start copying a blob, or note that the blob has changed.
@@ -231,14 +231,12 @@ class CopyLedger:
             "asked for copies before peers were told of anything"
         )
 
-    def _drop_stale_after(self, copying: Mapping[str, Future[Any]]) -> None:
-        """Make peers delete stale blobs once these copies are complete.
+    def _drop_stale_later(self) -> None:
+        """Make peers delete stale blobs once all copies until now are complete.
 
         Until then a stale blob may be the last source.
-
-        Args:
-            copying: The copies with which copying began.
         """
+        copying = self._copies
         copies = list(copying.values())
 
         def drop(copied: Future[Any]) -> None:

@@ -139,6 +139,8 @@ def test_copying_begins_with_what_a_peer_lacks(
         ("begin ab of x, complete b, fail a", []),
         ("begin ab of x, fail a, complete b", []),
         ("begin a of ax", ["drop x"]),
+        # each copy that is done asks for the rest of the stale blobs
+        ("begin ab of abx", ["drop x", "drop "]),
         ("resume a of x, complete a", []),
         # only the blobs with which copying began count
         ("begin a of x, add b, complete a", ["drop x"]),
@@ -235,7 +237,10 @@ def test_copying_that_begins_allows_waits(peers: Peers) -> None:
     with pytest.raises(PeersLostError):
         ledger.wait_until_copied(["a"])
     assert not ledger.has_failed, "the wait ended, the copy did not fail"
-    carry_out("stop, resume a of, complete a", ledger, peers)
+    carry_out("stop, resume a of", ledger, peers)
+    waits.copy_s = 0.01
+    assert not ledger.wait_until_copied(["a"])
+    peers.complete("a")
     assert ledger.wait_until_copied(["a"])
 
 
