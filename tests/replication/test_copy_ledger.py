@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import RLock
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from moe_ckpt.errors import CheckpointSaveError, PeersLostError
 from moe_ckpt.replication.copy_ledger import Copies, CopyLedger, CopyState, NoCopies
 from moe_ckpt.replication.copy_waits import CopyWaits
+from tests.properties import GENERATORS, MANY, PER_EXAMPLE, inputs
 from tests.waits import WAIT_S
 
 
@@ -302,17 +303,33 @@ class Peer:
                 self._requests.pop(0)()
 
 
-STEPS = [*(f"{act} {key}" for act in ("add", "drop") for key in "ab")]
-STEPS += ["stop", "begin", "resume", "answer"]
+STEPS = ["add a", "add b", "drop a", "drop b", "stop", "begin", "resume", "answer"]
 
 
-@given(st.lists(st.sampled_from(STEPS), max_size=30))
-def test_peers_have_exactly_the_owners_blobs_in_the_end(steps: list[str]) -> None:
+@inputs(MANY)
+@given(GENERATORS)
+def test_peers_have_exactly_the_owners_blobs_in_the_end(chosen: random.Random) -> None:
+    for _ in range(PER_EXAMPLE):
+        steps = chosen.choices(STEPS, k=16)
+        held, own = after([*steps, "stop", "begin"])
+        assert held == own, steps
+
+
+def after(steps: list[str]) -> tuple[dict[str, int], dict[str, int]]:
+    """Carry out steps, and let the peer carry out all requests.
+
+    As in a recovery, copying begins only while copying is stopped, with the keys that
+    the peer had when copying stopped. Requests from before arrive later, but before
+    copying begins.
+
+    Returns:
+        The contents that the peer has, and those that the owner has.
+    """
     own: dict[str, int] = {}
     peer = Peer(own)
     ledger = ledger_of(peer)
     listed = set[str]()
-    for number, step in enumerate([*steps, "stop", "begin"]):
+    for number, step in enumerate(steps):
         name, _, key = step.partition(" ")
         if name == "add":
             own[key] = number
@@ -325,6 +342,7 @@ def test_peers_have_exactly_the_owners_blobs_in_the_end(steps: list[str]) -> Non
         elif name == "answer":
             peer.answer(1)
         elif name in ("begin", "resume") and ledger.state is CopyState.STOPPED:
+            peer.answer()
             ledger.begin(list(own), [listed], drop_stale=name == "begin")
     peer.answer()
-    assert peer.held == own
+    return peer.held, own
