@@ -269,8 +269,8 @@ class PartialRecovery:
     def _held_for(self, owner: int) -> Iterator[tuple[str, Snapshot]]:
         units = read_units(BlobFolder(held_path(self._elastic.memory, owner)))
         whole = without_torn(list(units.values()), StorageLevel.ON_PEERS)
-        intact = {id(unit) for unit in self._intact(whole, owner)}
-        return ((key, unit) for key, unit in units.items() if id(unit) in intact)
+        intact = set(self._intact(whole, owner))
+        return ((key, unit) for key, unit in units.items() if unit in intact)
 
     def _intact(self, units: Iterable[Snapshot], owner: int) -> Iterator[Snapshot]:
         for unit in units:

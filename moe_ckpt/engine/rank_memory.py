@@ -22,9 +22,10 @@ from moe_ckpt.engine.interfaces import StagePlace
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.linux import boot_id
 from moe_ckpt.policies.memory_forecast import SharedUse, require_room
+from moe_ckpt.replication.copy_ledger import NoCopies
 from moe_ckpt.replication.final_save import SaveTarget, write_save_target
 from moe_ckpt.replication.local_disk import LocalDisk
-from moe_ckpt.replication.publisher import NoCopies, Publisher
+from moe_ckpt.replication.publisher import Publisher
 from moe_ckpt.snapshot.blobs import BlobFolder, own_path
 from moe_ckpt.snapshot.boundary_log import BoundaryLog
 from moe_ckpt.snapshot.bubbles import PipelineBubbles
@@ -173,7 +174,7 @@ def _open_publisher(elastic: ElasticContext, copier: HostCopier) -> Publisher:
     folder = BlobFolder(own_path(elastic.memory), pinned=torch.cuda.is_available())
     daemon = elastic.daemon or NoCopies()
     publisher = Publisher(folder, daemon, elastic.copy_s, elastic.page.wait_for_copies)
-    elastic.at_end(publisher.interrupt_waits)  # the same for waits for copies to peers
+    elastic.at_end(publisher.waits.interrupt)  # the same for waits for copies to peers
     return publisher
 
 

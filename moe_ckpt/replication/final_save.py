@@ -151,14 +151,14 @@ def windows_in(folder: BlobFolder) -> Iterator[list[str]]:
     The keys of the window's steps come before the keys of the window's snapshots.
     """
     by_key = read_snapshots(folder)
-    of_payload = {id(snapshot.payload): key for key, snapshot in by_key.items()}
+    key_of = {snapshot: key for key, snapshot in by_key.items()}
     there = set(folder.keys())
     for window in sorted(
         group_windows(by_key.values()), key=lambda window: window.start
     ):
         keys = [
             *window_steps(window.snapshots),
-            *(of_payload[id(snapshot.payload)] for snapshot in window.snapshots),
+            *(key_of[snapshot] for snapshot in window.snapshots),
         ]
         if window.complete and there.issuperset(keys):
             yield keys

@@ -1,27 +1,26 @@
 """Host memory of a rank that outlives the worker: snapshots and step log, copied.
 
-Owns: the keys of blobs, and the set of confirmed copies. Must not: store snapshots or
-steps itself (`snapshot.windows` and `snapshot.step_log` do), or decide how long
-snapshots and steps stay. Snapshots and steps are in shared memory. The boundary log is
-not: a lost rank replays, and logs again all that the rank sent.
+Owns: the keys of blobs. Must not: store snapshots or steps itself (`snapshot.windows`
+and `snapshot.step_log` do), decide how long snapshots and steps stay, or keep account
+of copies (`replication.copy_ledger` does). Snapshots and steps are in shared memory.
+The boundary log is not: a lost rank replays, and logs again all that the rank sent.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError
-from concurrent.futures import TimeoutError as NotInTimeError
-from concurrent.futures import wait as wait_for_futures
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from threading import RLock
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from moe_ckpt.errors import CheckpointSaveError, PeersLostError
+from moe_ckpt.errors import CheckpointSaveError
+from moe_ckpt.replication.copy_ledger import Copies, CopyLedger, CopyState
 from moe_ckpt.replication.copy_times import CopyTimes, SentCopy
+from moe_ckpt.replication.copy_waits import CopyWaits
 from moe_ckpt.replication.local_disk import LocalDisk
 from moe_ckpt.replication.update_work import NO_WORK, UpdateWork
 from moe_ckpt.snapshot.adam_update import (
@@ -62,50 +61,21 @@ from moe_ckpt.snapshot.windows import HostBuffers
 _log = logging.getLogger(__name__)
 
 
-class Copies(Protocol):
-    """Copies own blobs to peers in the background."""
-
-    def copy(self, keys: list[str]) -> Future[Any]:
-        """Start copying blobs to all peers.
-
-        Args:
-            keys: Keys of the blobs.
-
-        Returns:
-            A future that completes once all peers have all of the blobs, or fails with
-            a CheckpointSaveError. The result is the servers' work, if servers report
-            any.
-        """
-        ...
-
-    def drop(self, keys: list[str]) -> None:
-        """Make peers delete their copies of blobs.
-
-        Args:
-            keys: Keys of the blobs.
-        """
-        ...
-
-
-class NoCopies:
-    """Copies without peers: blobs in this node's memory count as copied."""
-
-    def copy(self, keys: list[str]) -> Future[Any]:  # noqa: ARG002
-        return _done()
-
-    def drop(self, keys: list[str]) -> None:
-        """Do nothing: no peer holds copies."""
-
-
 class Publisher:
     """Publishes one rank's snapshots and steps in a folder of shared memory.
 
-    Any thread may add snapshots. All other methods are for one thread, except
-    `interrupt_waits`.
+    Any thread may add snapshots. All other methods are for one thread.
 
     Peers receive nothing before `begin_copying` and after `stop_copying`: the peers'
     copies may be the last ones. Methods that wait for a copy raise PeersLostError as
     soon as ranks are lost.
+
+    Attributes:
+        folder: Folder of the rank's own blobs.
+        waits: Waits for copies, which another thread interrupts after a loss of ranks.
+            Copying that begins again allows waits again.
+        updates: Buffers of gradients on their way to peers. A `GradientStream` acquires
+            memory here, too.
     """
 
     def __init__(
@@ -125,32 +95,22 @@ class Publisher:
                 the wait ends.
         """
         self.folder = folder
-        self._copies = copies
-        self._copy_s = copy_s
-        self._on_wait = on_wait
+        self.waits = CopyWaits(copy_s, on_wait)
         # reentrant: without peers each copy is done at once, and its callback runs
         # inside the lock
         self._lock = RLock()
+        self._ledger = CopyLedger(copies, self.waits, self._lock)
         self._times = CopyTimes()
-        self.num_peers = 0
-        self._keys: dict[int, str] = {}  # keys of snapshots, by the payload's id
-        self._copying: dict[str, Future[Any]] | None = None
-        # keys published since copying stopped: peers may hold other contents under such
-        # a key
-        self._changed: set[str] = set()
-        # keys that peers hold, and delete once they hold the folder's blobs
-        self._stale: set[str] = set()
-        self._withdrawn: set[str] = set()  # keys withdrawn since copying stopped
-        self._copies_fail = False
-        # a future, not an event: a wait ends with the copy or with this future,
-        # whichever comes first
-        self._interrupted: Future[None] = Future()
+        self._keys: dict[torch.Tensor, str] = {}  # keys of snapshots, by payload
         # by unit: key of the newest snapshot for peers
         self._newest: dict[str | None, str] = {}
-        # buffers of gradients on their way to peers; a `GradientStream` acquires memory
-        # here, too
         self.updates = HostBuffers(folder)
         self._packed: dict[str, torch.Tensor] = {}  # buffers by the update's key
+
+    @property
+    def num_peers(self) -> int:
+        """Number of peers when copying last began."""
+        return self._ledger.num_peers
 
     def add_snapshot(
         self, snapshot: Snapshot, gradients: Gradients | None = None
@@ -174,7 +134,7 @@ class Publisher:
             self.folder.publish(
                 key, content, snapshot.payload, header.payload_bytes, header.checksum
             )
-            self._keys[id(snapshot.payload)] = key
+            self._keys[snapshot.payload] = key
             if not is_local:
                 unit = header.unit.name if header.unit else None
                 base, self._newest[unit] = self._newest.get(unit), key
@@ -195,11 +155,7 @@ class Publisher:
             if the snapshot cannot be computed from the base, or if there is no room for
             the update.
         """
-        if (
-            self._copying is None
-            or base not in self._copying
-            or not can_be_updated(header)
-        ):
+        if self._ledger.copy_of(base) is None or not can_be_updated(header):
             return key
         steps = {part: step for part, (_, step) in gradients.items()}
         update = Update(
@@ -229,7 +185,7 @@ class Publisher:
             The key of the first state.
         """
         with self._lock:
-            key = self._newest[None] = self._keys[id(base.payload)]
+            key = self._newest[None] = self._keys[base.payload]
             return key
 
     def hand_over(
@@ -265,7 +221,7 @@ class Publisher:
             self._packed[update_key(key)] = packed
             base = self._newest.get(None)
             try:
-                if base is None or self._copying is None or base not in self._copying:
+                if base is None or self._ledger.copy_of(base) is None:
                     raise CheckpointSaveError(
                         f"{header}: peers have no state that it follows from"
                     )
@@ -302,12 +258,10 @@ class Publisher:
         """
         keys = (key, start_key(iteration + 1))
         with self._lock:
-            copies = [
-                self._copying.get(each) if self._copying else None for each in keys
-            ]
+            copies = [self._ledger.copy_of(each) for each in keys]
         if wait:
             # outside the lock: other threads add snapshots during the wait
-            self._wait_for([copy for copy in copies if copy])
+            self.waits.wait_for([copy for copy in copies if copy])
         for copy in copies:
             if copy is None:
                 raise CheckpointSaveError(
@@ -325,47 +279,12 @@ class Publisher:
         Returns:
             The work, or `NO_WORK` if servers reported none.
         """
-        with self._lock:
-            copy = self._copying.get(key) if self._copying else None
+        copy = self._ledger.copy_of(key)
         return (
             copy.result()
             if copy and copy.done() and isinstance(copy.result(), UpdateWork)
             else NO_WORK
         )
-
-    def interrupt_waits(self) -> None:
-        """End all waits for copies until copying begins again.
-
-        For another thread, after a loss of ranks.
-        """
-        # a second loss before copying began again
-        with contextlib.suppress(InvalidStateError):
-            self._interrupted.set_result(None)
-
-    def _wait_for(self, copies: Sequence[Future[Any]]) -> None:
-        """Wait until these copies are done, one has failed, or `copy_s` is over.
-
-        Raises:
-            PeersLostError: Ranks were lost during the wait. The other ranks would
-                otherwise wait for this rank.
-        """
-        until_s = time.monotonic() + self._copy_s
-        with self._waiting():
-            for copy in copies:
-                rest_s = max(0.0, until_s - time.monotonic())
-                wait_for_futures([copy, self._interrupted], rest_s, FIRST_COMPLETED)
-                if self._interrupted.done() and not copy.done():
-                    raise PeersLostError("ranks were lost during a wait for copies")
-                if copy.done() and copy.exception():
-                    return
-
-    @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
-        self._on_wait(True)
-        try:
-            yield
-        finally:
-            self._on_wait(False)
 
     def _drop_update(self, key: str) -> None:
         """Withdraw an update, and release the update's memory for reuse."""
@@ -378,7 +297,7 @@ class Publisher:
     def drop_snapshots(self, snapshots: Iterable[Snapshot]) -> None:
         """Withdraw snapshots before the owner reuses the memory of their payloads."""
         with self._lock:
-            keys = [self._keys.pop(id(snapshot.payload)) for snapshot in snapshots]
+            keys = [self._keys.pop(snapshot.payload) for snapshot in snapshots]
             for key in keys:
                 self._times.drop(key)
             self.drop(keys)
@@ -418,7 +337,9 @@ class Publisher:
         Raises:
             PeersLostError: Ranks were lost during the wait.
         """
-        return not self._copies_fail and self._are_copied([step_key(iteration)])
+        return not self._ledger.has_failed and self._ledger.wait_until_copied(
+            [step_key(iteration)]
+        )
 
     def has_copies(self, snapshots: Sequence[Snapshot]) -> bool:
         """Wait until peers hold these snapshots of a window, and the window's steps.
@@ -429,15 +350,11 @@ class Publisher:
         Raises:
             PeersLostError: Ranks were lost during the wait.
         """
-        return self._are_copied(self._copied_keys_of(snapshots))
+        return self._ledger.wait_until_copied(self._copied_keys_of(snapshots))
 
     def awaits_copies(self, snapshots: Sequence[Snapshot]) -> bool:
         """Return whether `has_copies` would wait for these snapshots."""
-        assert self._copying is not None, (
-            "asked for copies before peers were told of anything"
-        )
-        copies = [self._copying.get(key) for key in self._copied_keys_of(snapshots)]
-        return any(copy is not None and not copy.done() for copy in copies)
+        return self._ledger.is_under_way(self._copied_keys_of(snapshots))
 
     def persist(
         self, disk: LocalDisk, snapshots: Sequence[Snapshot], *, keep: int | None
@@ -497,9 +414,9 @@ class Publisher:
             CheckpointSaveError: The write failed, or takes longer than a copy may take.
             PeersLostError: Ranks were lost during the wait.
         """
-        self._wait_for([persisted])
+        self.waits.wait_for([persisted])
         if not persisted.done():
-            raise CheckpointSaveError(f"not on disk after {self._copy_s:g} s")
+            raise CheckpointSaveError(f"not on disk after {self.waits.copy_s:g} s")
         persisted.result()
 
     def copy_bytes_per_s(self) -> float:
@@ -535,8 +452,7 @@ class Publisher:
 
     def stop_copying(self) -> None:
         """Leave the peers' copies unchanged from now on; only this folder changes."""
-        with self._lock:
-            self._copying, self._stale = None, set()
+        self._ledger.stop()
 
     def begin_copying(
         self, held: Sequence[Collection[str]], *, drop_stale: bool
@@ -551,51 +467,9 @@ class Publisher:
                 blobs.
         """
         with self._lock:
-            self.num_peers = len(held)
             here = self.folder.keys()
             kept = [key for key in here if not (is_local(key) or is_update(key))]
-            # the same key is not enough: a record that was logged again has other
-            # contents
-            everywhere = set(kept).intersection(*held).difference(self._changed)
-            self._copying, self._copies_fail, self._changed = (
-                {key: _done() for key in everywhere},
-                False,
-                set(),
-            )
-            self._interrupted = Future()
-            for key in kept:
-                if key not in everywhere:
-                    self._copy(key)
-            if drop_stale:
-                # withdrawn keys count as held: a copy may have been on its way when
-                # peers listed their keys
-                self._stale, self._withdrawn = (
-                    self._withdrawn.union(*held).difference(kept),
-                    set(),
-                )
-                self._drop_later(self._copying)
-
-    def _drop_later(self, copying: Mapping[str, Future[Any]]) -> None:
-        """Make peers delete stale blobs once these copies are complete.
-
-        Until then a stale blob may be the last source.
-        """
-        copies = list(copying.values())
-
-        def drop(copied: Future[Any]) -> None:
-            if copied.exception():
-                return  # without the lock, whose holder may wait for this thread
-            with self._lock:
-                # after copying has stopped or begun anew, stale blobs stay: they may be
-                # the last source again
-                if self._copying is copying and all(
-                    copy.done() and not copy.exception() for copy in copies
-                ):
-                    self._copies.drop(sorted(self._stale))
-                    self._stale = set()
-
-        for copy in copies or [_done()]:
-            copy.add_done_callback(drop)
+            self._ledger.begin(kept, held, drop_stale=drop_stale)
 
     def adopt(self) -> FolderContents:
         """Take over the folder's contents from an earlier process, or after a fetch.
@@ -612,7 +486,9 @@ class Publisher:
             self.folder.discard(key)
         blobs = self.folder.adopt()
         self._keys = {
-            id(blob.payload): key for key, blob in blobs.items() if is_snapshot(key)
+            blob.payload: key
+            for key, blob in blobs.items()
+            if is_snapshot(key) and blob.payload is not None
         }
         kept = contents_of(blobs)
         for iteration, record in kept.records.items():
@@ -640,9 +516,11 @@ class Publisher:
         Raises:
             Exception: An error of `fetch`. The folder then has the old contents.
         """
-        assert self._copying is None, "peers would drop what is being fetched"
+        assert self._ledger.state is CopyState.STOPPED, (
+            "peers would drop what is being fetched"
+        )
         incoming = self.folder.incoming()
-        with self._waiting():
+        with self.waits.waiting():
             try:
                 result = fetch(incoming)
             except BaseException:
@@ -656,7 +534,7 @@ class Publisher:
 
     def _keys_of(self, snapshots: Sequence[Snapshot]) -> list[str]:
         return window_steps(snapshots) + [
-            self._keys[id(snapshot.payload)] for snapshot in snapshots
+            self._keys[snapshot.payload] for snapshot in snapshots
         ]
 
     def _copied_keys_of(self, snapshots: Sequence[Snapshot]) -> list[str]:
@@ -688,49 +566,12 @@ class Publisher:
             if sent != key:
                 self._drop_update(sent)
 
-        with self._lock:
-            if self._copying is None:
-                self._changed.add(key)
-                return
-            # not stale any more: after another copy peers would delete the blob that
-            # they now receive
-            self._stale.discard(key)
-            copy = self._copying[key] = self._copies.copy([sent])
-        copy.add_done_callback(finish)
+        copy = self._ledger.add(key, by=sent)
+        if copy is not None:
+            copy.add_done_callback(finish)
 
     def drop(self, keys: list[str]) -> None:
         """Withdraw blobs, and make peers delete copies and computed states."""
         for key in keys:
             self.folder.withdraw(key)
-        with self._lock:
-            if self._copying is None:
-                self._withdrawn.update(keys)
-                return
-            for key in keys:
-                self._copying.pop(key, None)
-            self._copies.drop(keys)
-
-    def _are_copied(self, keys: Iterable[str]) -> bool:
-        assert self._copying is not None, (
-            "asked for copies before peers were told of anything"
-        )
-        try:
-            copies = [self._copying[key] for key in keys]
-            self._wait_for(copies)
-            for copy in copies:
-                copy.result(0.0)
-        # KeyError: the folder had no room for a step, so the step was never sent
-        except (CheckpointSaveError, NotInTimeError, KeyError) as error:
-            _log.warning(
-                "not copied, training goes on: %s",
-                str(error) or f"no answer in {self._copy_s:g} s",
-            )
-            self._copies_fail = True
-            return False
-        return True
-
-
-def _done() -> Future[None]:
-    future: Future[None] = Future()
-    future.set_result(None)
-    return future
+        self._ledger.drop(keys)

@@ -29,8 +29,8 @@ class ReplicaFolder(BlobFolder):
         """
         super().__init__(path)
         self._most_bytes = most_bytes
-        # free memory by the tensor's id; the memory that was freed first comes first
-        self._free: dict[int, torch.Tensor] = {}
+        # free memory by the buffer's name; the memory that was freed first comes first
+        self._free: dict[str, torch.Tensor] = {}
         adopted = self.adopt().items()
         self._payloads = {
             key: blob.payload for key, blob in adopted if blob.payload is not None
@@ -44,24 +44,21 @@ class ReplicaFolder(BlobFolder):
                 reached.
         """
         with self._lock:
-            for tensor in self._free.values():
+            for name, tensor in self._free.items():
                 # the buffer's file may be gone with the whole folder: an index entry
                 # for such a buffer would name nothing
-                if (
-                    tensor.numel() == nbytes
-                    and self._buffer_path(self._names[id(tensor)]).exists()
-                ):
-                    return self._free.pop(id(tensor))
+                if tensor.numel() == nbytes and self._buffer_path(name).exists():
+                    return self._free.pop(name)
             self._require_allowed(nbytes)
             self._give_back(nbytes)
             return super().allocate(nbytes)
 
     def free(self, tensor: torch.Tensor) -> None:
         with self._lock:
-            assert id(tensor) in self._names, (
+            assert tensor in self._names, (
                 "a tensor that was not allocated in this folder"
             )
-            self._free[id(tensor)] = tensor
+            self._free[self._names[tensor]] = tensor
 
     def deposit(
         self, key: str, header: bytes, payload: torch.Tensor | None, payload_bytes: int
@@ -87,8 +84,8 @@ class ReplicaFolder(BlobFolder):
     def _require_allowed(self, nbytes: int) -> None:
         used_bytes = sum(
             tensor.numel()
-            for tensor in self._mapped.values()
-            if id(tensor) not in self._free
+            for name, tensor in self._mapped.items()
+            if name not in self._free
         )
         if self._most_bytes is not None and used_bytes + nbytes > self._most_bytes:
             reason = f"got {used_bytes} bytes there and {nbytes} more"

@@ -198,7 +198,8 @@ class BlobFolder:
         self._lock = RLock()
         # memory that was allocated or adopted here, by the buffer's name
         self._mapped: dict[str, torch.Tensor] = {}
-        self._names: dict[int, str] = {}  # by the tensor's id
+        # the names of the same buffers; a tensor's hash is its identity
+        self._names: dict[torch.Tensor, str] = {}
         self._number = 0  # of the last buffer
         self._pass_all()
 
@@ -267,7 +268,7 @@ class BlobFolder:
             payload_bytes,
         )
         with self._lock:
-            name = None if payload is None else self._names[id(payload)]
+            name = None if payload is None else self._names[payload]
             # random: a count would begin anew in a successor process, and a reader
             # could mistake the successor's blob for the earlier blob
             serial = secrets.token_hex(8)
@@ -412,13 +413,11 @@ class BlobFolder:
 
     def _hold(self, name: str, tensor: torch.Tensor) -> None:
         self._mapped[name] = tensor
-        self._names[id(tensor)] = name
+        self._names[tensor] = name
 
     def _let_go(self, tensor: torch.Tensor) -> str:
-        assert id(tensor) in self._names, (
-            "a tensor that was not allocated in this folder"
-        )
-        name = self._names.pop(id(tensor))
+        assert tensor in self._names, "a tensor that was not allocated in this folder"
+        name = self._names.pop(tensor)
         del self._mapped[name]
         if self._pinned:
             # unregistered before the mapping ends: the driver must not keep pages that

@@ -101,7 +101,8 @@ class HostBuffers:
         self._memory = memory
         self._limit_bytes = limit_bytes
         self._lock = Lock()
-        self._in_use: dict[int, torch.Tensor] = {}  # by id
+        # a tensor's hash is its identity: a view of a buffer is not in this set
+        self._in_use: set[torch.Tensor] = set()
         # kept as a sum: each logged tensor asks for this number, and a log has
         # thousands of buffers
         self._in_use_bytes = 0
@@ -142,7 +143,7 @@ class HostBuffers:
         The limit does not apply to the buffer.
         """
         with self._lock:
-            assert id(buffer) not in self._in_use, "adopted a buffer in use"
+            assert buffer not in self._in_use, "adopted a buffer in use"
             self._use(buffer)
 
     def release(self, buffer: torch.Tensor) -> None:
@@ -152,10 +153,11 @@ class HostBuffers:
             buffer: The same object that was acquired.
         """
         with self._lock:
-            assert id(buffer) in self._in_use, (
+            assert buffer in self._in_use, (
                 "released a tensor that is not a buffer in use"
             )
-            self._free.append(self._in_use.pop(id(buffer)))
+            self._in_use.remove(buffer)
+            self._free.append(buffer)
             self._in_use_bytes -= buffer.numel()
 
     def free_unused(self) -> None:
@@ -165,7 +167,7 @@ class HostBuffers:
                 self._memory.free(self._free.pop())
 
     def _use(self, buffer: torch.Tensor) -> None:
-        self._in_use[id(buffer)] = buffer
+        self._in_use.add(buffer)
         self._in_use_bytes += buffer.numel()
         self._peak_bytes = max(self._peak_bytes, self._in_use_bytes)
 
@@ -524,12 +526,10 @@ class SnapshotMemory:
             *landed,
         ]
         needed = {
-            id(snapshot)
-            for version in versions
-            for snapshot in needed_for(among, version)
+            snapshot for version in versions for snapshot in needed_for(among, version)
         }
         self._hold(
-            None, versions, [snapshot for snapshot in among if id(snapshot) in needed]
+            None, versions, [snapshot for snapshot in among if snapshot in needed]
         )
 
     def _hold(
@@ -545,8 +545,8 @@ class SnapshotMemory:
             sorted(set(versions), reverse=True),
             kept,
         )
-        stay = {id(snapshot.payload) for snapshot in self.snapshots()}
-        dropped = [snapshot for snapshot in before if id(snapshot.payload) not in stay]
+        stay = {snapshot.payload for snapshot in self.snapshots()}
+        dropped = [snapshot for snapshot in before if snapshot.payload not in stay]
         # dropped before the release: no peer may read a payload whose memory is filled
         # anew
         if self._daemon and dropped:

@@ -11,7 +11,8 @@ import pytest
 from moe_ckpt.engine.disk_writes import DiskWindows, Role
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.events import CheckpointFailed, EventLog, WindowPersisted, read_events
-from moe_ckpt.replication.publisher import NoCopies, Publisher
+from moe_ckpt.replication.copy_ledger import NoCopies
+from moe_ckpt.replication.publisher import Publisher
 from moe_ckpt.snapshot.blobs import BlobFolder
 from tests.waits import WAIT_S
 

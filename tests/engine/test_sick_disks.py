@@ -235,7 +235,7 @@ def test_training_goes_on_while_the_writer_stands_still(tmp_path: Path) -> None:
     def wait_less() -> None:
         publisher = job.rank_memory(1).publisher
         assert publisher is not None
-        publisher._copy_s = 0.5
+        publisher.waits.copy_s = 0.5
 
     At(job, BROKEN_AT - 1, wait_less)
     writer_that_stands_still(job, since=BROKEN_AT, until=MENDED_AT)

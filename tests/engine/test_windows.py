@@ -891,7 +891,7 @@ def test_no_survivor_waits_for_copies(tmp_path: Path) -> None:
     job = exact(made(tmp_path, AT_REDUCE))
     memories = [job.rank_memory(rank) for rank in job.ranks]
     assert all(
-        each.publisher and each.publisher.interrupt_waits in job.at_end
+        each.publisher and each.publisher.waits.interrupt in job.at_end
         for each in memories
     ), "to peers"
     assert all(each.copiers[0].throttle.lift in job.at_end for each in memories), (

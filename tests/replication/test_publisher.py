@@ -20,8 +20,9 @@ import torch
 from safetensors.torch import save
 
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError, PeersLostError
+from moe_ckpt.replication.copy_ledger import CopyLedger, NoCopies
 from moe_ckpt.replication.copy_times import SentCopy
-from moe_ckpt.replication.publisher import NoCopies, Publisher
+from moe_ckpt.replication.publisher import Publisher
 from moe_ckpt.snapshot.blob_keys import belongs_to, is_record, newest_snapshot
 from moe_ckpt.snapshot.blobs import BlobFolder
 from moe_ckpt.snapshot.folder_contents import read_kept
@@ -300,11 +301,11 @@ def test_a_wait_for_copies_ends_as_ranks_are_lost(tmp_path: Path) -> None:
         copied = training.submit(life.publisher.has_copies_of_step, 5)
         while not life.waits and not copied.done():
             pass
-        life.publisher.interrupt_waits()
+        life.publisher.waits.interrupt()
         with pytest.raises(PeersLostError):
             copied.result(WAIT_S)
     assert life.waits == [True, False]
-    life.publisher.interrupt_waits()
+    life.publisher.waits.interrupt()
     with pytest.raises(PeersLostError):
         life.publisher.has_copies_of_step(5)
     life.publisher.stop_copying()
@@ -320,7 +321,7 @@ def test_a_wait_for_a_disk_ends_as_ranks_are_lost(tmp_path: Path) -> None:
         waiting = training.submit(life.publisher.wait_for, written)
         while not life.waits and not waiting.done():
             pass
-        life.publisher.interrupt_waits()
+        life.publisher.waits.interrupt()
         with pytest.raises(PeersLostError):
             waiting.result(WAIT_S)
     written.set_result(None)
@@ -367,7 +368,7 @@ def test_peers_are_not_told_to_forget_new_copies(
         def go_on_as_far_as_may_be() -> None:
             peers.meanwhile = lambda: None
             training.start()
-            while training.is_alive() and not waits_in_publisher(training):
+            while training.is_alive() and not waits_in_ledger(training):
                 pass
 
         peers.meanwhile = go_on_as_far_as_may_be
@@ -378,10 +379,10 @@ def test_peers_are_not_told_to_forget_new_copies(
     assert peers.held == {"step-4", *STEP_5}
 
 
-def waits_in_publisher(thread: threading.Thread) -> bool:
-    """Return whether a thread is inside `Publisher._copy`, which takes the lock."""
+def waits_in_ledger(thread: threading.Thread) -> bool:
+    """Return whether a thread is inside `CopyLedger.add`, which takes the lock."""
     frame = sys._current_frames().get(thread.ident or 0)
-    return frame is not None and frame.f_code is Publisher._copy.__code__
+    return frame is not None and frame.f_code is CopyLedger.add.__code__
 
 
 def test_a_blob_that_one_of_two_peers_lacks_is_copied(

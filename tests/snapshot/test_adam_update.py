@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.flowcheck.mirror.captured_gradients import from_sums
 from moe_ckpt.flowcheck.mirror.plan import BucketPlace, Mirrored, MirroredSums
+from moe_ckpt.replication.copy_ledger import NoCopies
 from moe_ckpt.replication.local_disk import copy_blobs
-from moe_ckpt.replication.publisher import NoCopies, Publisher
+from moe_ckpt.replication.publisher import Publisher
 from moe_ckpt.replication.sender import Replicator
 from moe_ckpt.snapshot.adam_update import (
     AdamStep,
