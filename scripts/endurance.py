@@ -27,11 +27,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.runs import current_commit, hardware
 from launcher.fault_classes import EXPLAINED, count_faults_in
-from tests.chaos import ENDURING, MIB, Chaos, Sample, take_sample
-from tests.elastic_job import ElasticJob
+from tests.harness.jobs.chaos import ENDURING, MIB, Chaos, Sample, take_sample
+from tests.harness.jobs.elastic_job import ElasticJob
+from tests.harness.jobs.references import Outcome, outcome_of
+from tests.harness.jobs.training import train
 from tests.made_once import FOLDER
-from tests.references import Outcome, outcome_of
-from tests.training import train
 
 KINDS = ("supervisor", "daemon", "worker")
 ROWS = 20

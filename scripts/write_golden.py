@@ -18,9 +18,9 @@ import torch
 from launcher.config import compose_settings
 from launcher.run import run
 from moe_ckpt.events import Evaluated, IterationCommitted
-from tests.ranks import rank_store, run_ranks
+from tests.harness.gloo.ranks import rank_store, run_ranks
+from tests.harness.jobs.training import LICENSE_AS_TEXT, events_of
 from tests.scenarios import ROOT
-from tests.training import LICENSE_AS_TEXT, events_of
 
 GOLDEN = ROOT / "tests" / "launcher" / "golden_tiny.json"
 RELEASE = ".".join(torch.__version__.split(".")[:2])

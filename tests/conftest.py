@@ -35,7 +35,7 @@ from tests.made_once import FOLDER
 from tests.properties import CI, FULL
 
 if TYPE_CHECKING:
-    from tests.elastic.processes import Child
+    from tests.harness.gloo.processes import Child
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -101,6 +101,6 @@ def stack() -> Iterator[ExitStack]:
 def start(stack: ExitStack) -> Callable[..., Child]:
     """Return a function that starts a process with a function and arguments."""
     # imported here, because the module imports torch
-    from tests.elastic.processes import Child  # noqa: PLC0415
+    from tests.harness.gloo.processes import Child  # noqa: PLC0415
 
     return partial(Child, stack)

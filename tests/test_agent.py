@@ -11,7 +11,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from tests.elastic.processes import Watch
+from tests.harness.gloo.processes import Watch
 from tests.scenarios import ROOT
 from tests.waits import WAIT_S
 

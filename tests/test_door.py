@@ -18,7 +18,7 @@ from moe_ckpt.door_file import NAME, change_file, main
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.integrations.megatron_lm_options import require_alone
 from scripts.fetch_megatron_lm import FOLDER
-from tests.integrations.attached_jobs import ARGUMENTS, EXAMPLE
+from tests.harness.jobs.attached_jobs import ARGUMENTS, EXAMPLE
 from tests.waits import START_S
 
 ROOT = Path(__file__).parents[1]

@@ -7,7 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from moe_ckpt.snapshot.codec import SnapshotHeader, header_from_json, header_to_json
-from tests.ranks import run_ranks
+from tests.harness.gloo.ranks import run_ranks
 from tests.snapshot.samples import HEADER
 
 THREADS = 8

@@ -34,10 +34,10 @@ from moe_ckpt.faults.schedule import Kill
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.own_loop import LoopConfig
 from moe_ckpt.run_settings import Command, ckpt_config, parse_run
-from tests import noise as clocked
-from tests.agent import run_job
-from tests.ranks import CONTEXT
-from tests.run_files import (
+from tests.harness.gloo.ranks import CONTEXT
+from tests.harness.jobs import noise as clocked
+from tests.harness.jobs.agent import run_job
+from tests.harness.jobs.run_files import (
     EVENTS_OF_A_KILLED_RUN,
     EVENTS_OF_EVERY_RUN,
     RESULT_KEYS,

@@ -10,8 +10,8 @@ import torch
 
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.observe import named_tensors, observe
+from tests.harness.gloo.ranks import run_ranks
 from tests.megatron.stage import trained_stage
-from tests.ranks import run_ranks
 
 
 def test_parts_of_a_state_have_the_names_of_their_places() -> None:

@@ -1,4 +1,6 @@
-"""`tests.ranks`: ranks are real processes, failures are readable, and nothing hangs.
+"""Forked ranks are real processes, failures are readable, and nothing hangs.
+
+The ranks are those of `tests.harness.gloo.ranks`.
 
 Tests of status pages and of hanging devices prove that a killed rank fails its test.
 """
@@ -10,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RankFailedError, rank_store, run_ranks
+from tests.harness.gloo.ranks import RankFailedError, rank_store, run_ranks
 
 
 def _sum_of_ranks() -> tuple[int, int]:

@@ -9,7 +9,7 @@ import pytest
 
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.reserved_file import CONTENT_BYTES, ReservedFile
-from tests.engine.small_disk import small_disk
+from tests.small_disk import small_disk
 
 
 def test_the_last_write_counts(tmp_path: Path) -> None:

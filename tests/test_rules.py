@@ -10,26 +10,34 @@ from pathlib import Path
 from tests.scenarios import ROOT
 
 SLEEPERS = {
-    "tests/agent.py": (
+    "tests/harness/jobs/agent.py": (
         "an agent that does nothing until it is killed, and looks for what other"
         " processes write"
     ),
-    "tests/elastic_job.py": (
+    "tests/harness/jobs/elastic_job.py": (
         "the only signs that other processes give are their files and pages"
     ),
-    "tests/agents_job.py": "the only signs that other processes give are their files",
-    "tests/hosts_job.py": "the only signs that other processes give are their files",
+    "tests/harness/jobs/agents_job.py": (
+        "the only signs that other processes give are their files"
+    ),
+    "tests/harness/jobs/hosts_job.py": (
+        "the only signs that other processes give are their files"
+    ),
     "tests/launcher/test_partitions.py": (
         "the time for which a link is cut is the subject"
     ),
-    "tests/jobs.py": "a worker leaves processors to others, as training does",
+    "tests/harness/jobs/walking_job.py": (
+        "a worker leaves processors to others, as training does"
+    ),
     "tests/launcher/test_torchrun.py": (
         "the only sign that another process gives is its file"
     ),
     "tests/elastic/test_starvation.py": (
         "time that passes while a process does not run is the subject"
     ),
-    "tests/elastic/workers.py": "waits for what no other thread or process announces",
+    "tests/harness/gloo/workers.py": (
+        "waits for what no other thread or process announces"
+    ),
     "tests/integrations/recipe_client.py": "storage is slow",
     "tests/test_ranks.py": "a rank that never ends is the subject",
 }

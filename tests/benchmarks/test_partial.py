@@ -13,8 +13,8 @@ from benchmarks.lossy.variants import faults
 from benchmarks.partial import main
 from launcher.faults.log import append_faults
 from tests.benchmarks.faults import injected
+from tests.harness.jobs.stand_in_torchrun import StandIn
 from tests.report_runs import Story, write_run
-from tests.stand_in_torchrun import StandIn
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ("--iterations", "15", "--only", "none", "--only", "moc")

@@ -14,7 +14,7 @@ import torch
 
 from moe_ckpt.durable.course import FILE, Course, RunCourse, read_course, write_course
 from moe_ckpt.errors import CheckpointLoadError, ConfigError
-from tests.engine.thread_ranks import ThreadGroup, ThreadRanks
+from tests.harness.threads.ranks import ThreadGroup, ThreadRanks
 
 ALONE = ThreadRanks(0)
 ALONE.use(ThreadGroup(1))

@@ -26,8 +26,8 @@ from moe_ckpt.events import (
     CheckpointSkipped,
     StateResumed,
 )
-from tests.ranks import RankFailedError, rank_store, run_ranks
-from tests.training import Kill, events_of, job_settings, train
+from tests.harness.gloo.ranks import RankFailedError, rank_store, run_ranks
+from tests.harness.jobs.training import Kill, events_of, job_settings, train
 
 DENSE = ("ckpt=dense", "ckpt.every_iters=2", "train.iterations=6", "ckpt.keep=3")
 Run = tuple[Path, dict[str, Any]]

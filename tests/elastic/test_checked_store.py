@@ -21,8 +21,8 @@ from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.elastic.supervisor import start_beside
 from moe_ckpt.errors import StoreLostError
 from moe_ckpt.linux import thread_states
-from tests.elastic.processes import Child
-from tests.elastic.workers import NotingStore, wait_until
+from tests.harness.gloo.processes import Child
+from tests.harness.gloo.workers import NotingStore, wait_until
 
 REQUESTS: dict[str, Callable[[dist.Store], object]] = {
     "set": lambda store: store.set("there", "1"),

@@ -33,7 +33,7 @@ from moe_ckpt.elastic.process_groups import (
     GroupTimeouts,
 )
 from moe_ckpt.elastic.status_page import StatusPage
-from tests.elastic.collectives import (
+from tests.harness.gloo.collectives import (
     all_gather_into_tensor,
     all_reduce,
     all_reduce_later,
@@ -44,8 +44,9 @@ from tests.elastic.collectives import (
     outcome_of,
     plain,
 )
-from tests.elastic.transports import HeldTransport, passes
-from tests.elastic.workers import (
+from tests.harness.gloo.ranks import RankFailedError, run_ranks
+from tests.harness.gloo.transports import HeldTransport, passes
+from tests.harness.gloo.workers import (
     PATIENT,
     DevicePoint,
     meet,
@@ -55,7 +56,6 @@ from tests.elastic.workers import (
     own_rank,
     wait_until,
 )
-from tests.ranks import RankFailedError, run_ranks
 from tests.waits import WAIT_S
 
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from moe_ckpt.elastic.device_waits import MOST_AHEAD, DeviceWaits
-from tests.elastic.workers import DevicePoint, wait_until
+from tests.harness.gloo.workers import DevicePoint, wait_until
 
 
 def test_the_oldest_unreached_point_decides() -> None:

@@ -28,11 +28,11 @@ from moe_ckpt.job_config import JobConfig
 from moe_ckpt.run_elastic import RankPlace, Worker
 from moe_ckpt.run_folder import RunFolder
 from moe_ckpt.run_settings import runtime_config
-from tests.elastic.processes import Child
-from tests.elastic.workers import caused
-from tests.engine.small_disk import small_disk
+from tests.harness.gloo.processes import Child
+from tests.harness.gloo.workers import caused
 from tests.policies.profiles import config as config_of
 from tests.replication.peers import TICKET
+from tests.small_disk import small_disk
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,8 @@ from moe_ckpt.elastic.process_failure import Death, FaultClass
 from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.errors import PeersLostError
 from moe_ckpt.types import Phase
-from tests.elastic.workers import (
+from tests.harness.gloo.ranks import run_ranks
+from tests.harness.gloo.workers import (
     GRACE_S,
     NotingStore,
     caused,
@@ -42,7 +43,6 @@ from tests.elastic.workers import (
     open_store,
     own_rank,
 )
-from tests.ranks import run_ranks
 from tests.waits import WAIT_S
 
 Both = tuple[Generations, Generations]

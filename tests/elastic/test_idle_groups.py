@@ -25,8 +25,9 @@ from moe_ckpt.elastic.idle_groups import agree_to_keep
 from moe_ckpt.elastic.process_groups import CPU_BACKEND, ElasticGroups
 from moe_ckpt.elastic.supervisor import run_and_exit
 from moe_ckpt.linux import duplicate_socket, own_files
-from tests.elastic.collectives import outcome_of
-from tests.elastic.workers import (
+from tests.harness.gloo.collectives import outcome_of
+from tests.harness.gloo.ranks import run_ranks
+from tests.harness.gloo.workers import (
     count_held,
     holds_no_more,
     meet,
@@ -35,7 +36,6 @@ from tests.elastic.workers import (
     own_rank,
     wait_until,
 )
-from tests.ranks import run_ranks
 
 
 class NotYetError(Exception):

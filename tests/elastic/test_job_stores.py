@@ -24,7 +24,7 @@ from moe_ckpt.elastic.etcd_store import EtcdStore
 from moe_ckpt.replication.messages import Address
 from moe_ckpt.run_settings import runtime_config
 from tests.elastic.etcd_server import EtcdServer
-from tests.elastic.workers import wait_until
+from tests.harness.gloo.workers import wait_until
 from tests.launcher.errors import error_of
 from tests.replication.proxy import Damage, Proxy
 from tests.waits import WAIT_S

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from moe_ckpt.elastic import nccl_backend
 from moe_ckpt.elastic.nccl_backend import NcclBackend, _Made
 from moe_ckpt.errors import ConfigError, PeersLostError
-from tests.elastic.transports import passes
-from tests.elastic.workers import wait_until
-from tests.ranks import RankFailedError, run_ranks
+from tests.harness.gloo.ranks import RankFailedError, run_ranks
+from tests.harness.gloo.transports import passes
+from tests.harness.gloo.workers import wait_until
 from tests.waits import WAIT_S
 
 ErrorType = cast("Any", torch._C)._distributed_c10d.ErrorType

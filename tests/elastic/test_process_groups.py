@@ -37,7 +37,7 @@ from moe_ckpt.elastic.process_groups import (
 from moe_ckpt.elastic.supervisor import run_and_exit
 from moe_ckpt.errors import PeersLostError
 from moe_ckpt.linux import own_files
-from tests.elastic.collectives import (
+from tests.harness.gloo.collectives import (
     COLLECTIVES,
     all_reduce,
     call_all,
@@ -47,8 +47,9 @@ from tests.elastic.collectives import (
     plain,
     with_plain_gloo,
 )
-from tests.elastic.transports import HeldTransport
-from tests.elastic.workers import (
+from tests.harness.gloo.ranks import rank_store, run_ranks
+from tests.harness.gloo.transports import HeldTransport
+from tests.harness.gloo.workers import (
     PATIENT,
     count_held,
     holds_no_more,
@@ -58,7 +59,6 @@ from tests.elastic.workers import (
     own_rank,
     wait_until,
 )
-from tests.ranks import rank_store, run_ranks
 from tests.waits import WAIT_S
 
 

@@ -6,11 +6,13 @@ the folder again.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import select
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,10 +31,9 @@ from moe_ckpt.elastic.shared_memory import (
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.linux import is_stopped, pid_namespace, start_ticks
 from moe_ckpt.snapshot.blobs import own_path
-from tests.elastic.processes import Child
-from tests.elastic.workers import wait_until
-from tests.namespaces import be_first_process, needs_namespaces
-from tests.ranks import rank_store, run_ranks
+from tests.harness.gloo.processes import Child
+from tests.harness.gloo.ranks import rank_store, run_ranks
+from tests.harness.gloo.workers import wait_until
 from tests.waits import WAIT_S
 
 STRANGER = 54321
@@ -415,8 +416,50 @@ def test_a_janitor_that_was_stopped_is_let_go_on_by_the_next_job(
     wait_until_gone(left)
 
 
-# Jobs in separate PID namespaces, as containers have: the agent's end kills the
-# janitor.
+# Jobs in separate PID namespaces, as containers have: pids begin at 1, and all
+# processes end with process 1. So the agent's end kills the janitor.
+
+_CLONE_NEWNS, _CLONE_NEWPID = 0x00020000, 0x20000000
+_MS_REC, _MS_PRIVATE = 0x4000, 0x40000
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def can_have_namespaces() -> bool:
+    command = ["unshare", "--fork", "--pid", "--mount-proc", "true"]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+needs_namespaces = pytest.mark.skipif(
+    not can_have_namespaces(), reason="this user cannot make a PID namespace"
+)
+
+
+def be_first_process(main: Callable[[], object]) -> int:
+    """Run `main` as process 1 of a PID namespace that has its own /proc.
+
+    To be called in a child process: the calling process can afterwards fork no process
+    in the namespace from which the caller came.
+
+    Returns:
+        The exit status of process 1.
+    """
+    _check(_libc.unshare(_CLONE_NEWNS | _CLONE_NEWPID))
+    first = os.fork()
+    if first == 0:
+        status = 1
+        try:
+            _check(_libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None))
+            _check(_libc.mount(b"proc", b"/proc", b"proc", 0, None))
+            main()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])
+
+
+def _check(result: int) -> None:
+    if result:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def train_in_container(base: Path, end: Ended | None) -> None:

@@ -17,7 +17,7 @@ from moe_ckpt.elastic.sick_place import (
     reason_of_status,
 )
 from moe_ckpt.linux import is_alive
-from tests.elastic.workers import wait_until
+from tests.harness.gloo.workers import wait_until
 
 RULES = SickPlaceRules(deaths=3, within_s=60.0, health="nvidia-smi", health_s=5.0)
 

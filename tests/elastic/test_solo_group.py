@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from moe_ckpt.elastic.process_groups import CPU_BACKEND
 from moe_ckpt.elastic.solo_group import SoloGroup
-from tests.elastic.collectives import COLLECTIVES, plain
-from tests.elastic.workers import open_groups, open_store
-from tests.ranks import rank_store, run_ranks
+from tests.harness.gloo.collectives import COLLECTIVES, plain
+from tests.harness.gloo.ranks import rank_store, run_ranks
+from tests.harness.gloo.workers import open_groups, open_store
 
 SIZE = 3
 ALONE: dict[str, Any] = {

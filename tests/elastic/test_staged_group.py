@@ -15,7 +15,7 @@ import torch.distributed as dist
 from moe_ckpt.elastic.process_groups import BACKEND
 from moe_ckpt.elastic.staged import register_staged, staged_backend
 from moe_ckpt.elastic.staged_group import STAGED
-from tests.elastic.collectives import (
+from tests.harness.gloo.collectives import (
     call_all,
     make_groups,
     ones,
@@ -23,8 +23,14 @@ from tests.elastic.collectives import (
     over_generations,
     with_plain_gloo,
 )
-from tests.elastic.workers import meet, open_groups, open_store, own_rank, wait_until
-from tests.ranks import rank_store, run_ranks
+from tests.harness.gloo.ranks import rank_store, run_ranks
+from tests.harness.gloo.workers import (
+    meet,
+    open_groups,
+    open_store,
+    own_rank,
+    wait_until,
+)
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from moe_ckpt.elastic.status_page import ANY_ITERATION, StatusPage
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.types import Phase
-from tests.ranks import RankFailedError, run_ranks
+from tests.harness.gloo.ranks import RankFailedError, run_ranks
 
 Step = tuple[Phase, int]
 STEP_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.STEP)

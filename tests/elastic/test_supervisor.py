@@ -39,8 +39,8 @@ from moe_ckpt.elastic.supervisor import (
 from moe_ckpt.errors import StoreLostError
 from moe_ckpt.linux import is_alive, is_stopped
 from moe_ckpt.types import Phase
-from tests.elastic.processes import Child, Watch
-from tests.elastic.workers import open_store, wait_until
+from tests.harness.gloo.processes import Child, Watch
+from tests.harness.gloo.workers import open_store, wait_until
 from tests.waits import WAIT_S
 
 HANG_S = 1.0

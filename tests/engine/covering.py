@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from allpairspy import AllPairs
 
-from tests.engine.job import Fault
-from tests.engine.model import Shape
+from tests.harness.threads.job import Fault
+from tests.harness.threads.model import Shape
 
 Axes = Mapping[str, Sequence[Any]]
 

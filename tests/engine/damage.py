@@ -17,7 +17,7 @@ from moe_ckpt.snapshot.blobs import BlobFolder
 from moe_ckpt.snapshot.codec import SnapshotHeader, header_from_json, header_to_json
 from moe_ckpt.snapshot.index_entry import entry_from_bytes, entry_to_bytes
 from moe_ckpt.types import CORE
-from tests.engine.model import Model
+from tests.harness.threads.model import Model
 
 Choice = Callable[[SnapshotHeader], bool]
 

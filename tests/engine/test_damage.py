@@ -28,9 +28,9 @@ from moe_ckpt.snapshot.boundary_log import Direction
 from moe_ckpt.snapshot.codec import Snapshot
 from moe_ckpt.snapshot.windows import Window
 from tests.engine.damage import let_copies_fail
-from tests.engine.job import ThreadJob, exact
-from tests.engine.model import PAIR
-from tests.engine.stops import At
+from tests.harness.threads.job import ThreadJob, exact
+from tests.harness.threads.model import PAIR
+from tests.harness.threads.stops import At
 from tests.policies.profiles import config
 from tests.waits import WAIT_S
 

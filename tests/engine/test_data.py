@@ -15,8 +15,8 @@ import torch
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.kept_batches import KeptBatches
 from moe_ckpt.types import Phase
-from tests.engine.job import Fault, ThreadJob, exact
-from tests.engine.model import (
+from tests.harness.threads.job import Fault, ThreadJob, exact
+from tests.harness.threads.model import (
     HIDDEN,
     MICRO_BATCHES,
     PAIR,

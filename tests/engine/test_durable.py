@@ -30,12 +30,12 @@ from moe_ckpt.events import (
     StateResumed,
 )
 from moe_ckpt.types import CheckpointRef, FileRecord, ParallelLayout, Phase, RunIdentity
-from tests.engine.job import Fault, ThreadJob, exact
-from tests.engine.model import PAIR
-from tests.engine.thread_ranks import run_threads
 from tests.engine.tiers import IDENTITY, LAYOUT, OneFileEach, open_tier
+from tests.harness.jobs.training import events_of
+from tests.harness.threads.job import Fault, ThreadJob, exact
+from tests.harness.threads.model import PAIR
+from tests.harness.threads.ranks import run_threads
 from tests.policies.profiles import config
-from tests.training import events_of
 
 
 def _save(folder: Path, *iterations: int, keep: int = 9) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from moe_ckpt.engine.expert_events import ExpertEvents
 from moe_ckpt.events import EventLog, ExpertPopularity, ExpertsOrdered
 from moe_ckpt.types import OperatorId, OperatorKind, OperatorTable, SlotPlan, UnitPlan
-from tests.training import events_of
+from tests.harness.jobs.training import events_of
 
 BLOCK, EXPERT = OperatorKind.BLOCK, OperatorKind.EXPERT
 LAYERS = ((3, None), (0, 0))

@@ -19,13 +19,13 @@ from moe_ckpt.engine.fallback import (
 from moe_ckpt.events import EventLog, LossNotFinite
 from moe_ckpt.snapshot.blobs import held_path
 from moe_ckpt.types import Phase
-from tests.elastic.workers import wait_until
 from tests.engine.damage import snapshots_in
-from tests.engine.job import Fault, ThreadJob, uninterrupted
-from tests.engine.model import PAIR
-from tests.engine.stops import At
-from tests.engine.thread_ranks import run_threads
 from tests.engine.tiers import OneFileEach, open_tier
+from tests.harness.gloo.workers import wait_until
+from tests.harness.threads.job import Fault, ThreadJob, uninterrupted
+from tests.harness.threads.model import PAIR
+from tests.harness.threads.ranks import run_threads
+from tests.harness.threads.stops import At
 from tests.policies.profiles import config
 
 SIX, FOUR = (Source(place=HOST_MEMORY, iteration=iteration) for iteration in (6, 4))

@@ -33,9 +33,9 @@ from moe_ckpt.run_folder import RunFolder
 from moe_ckpt.snapshot.blobs import BlobFolder, own_path
 from moe_ckpt.types import RunIdentity
 from tests.engine.damage import flip_a_bit_of, rewrite_headers
-from tests.engine.job import TICKET, ThreadJob
-from tests.engine.model import PAIR, Shape
-from tests.engine.stops import At, StoppedError, started_again
+from tests.harness.threads.job import TICKET, ThreadJob
+from tests.harness.threads.model import PAIR, Shape
+from tests.harness.threads.stops import At, StoppedError, started_again
 from tests.policies.profiles import config
 from tests.waits import WAIT_S
 

@@ -14,11 +14,11 @@ import pytest
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.events import IterationCommitted
 from moe_ckpt.types import Phase
-from tests.engine.job import Fault, ThreadJob, exact, uninterrupted
-from tests.engine.model import PAIR, Shape
-from tests.engine.small_disk import small_disk
-from tests.engine.stops import At, StoppedError
+from tests.harness.threads.job import Fault, ThreadJob, exact, uninterrupted
+from tests.harness.threads.model import PAIR, Shape
+from tests.harness.threads.stops import At, StoppedError
 from tests.policies.profiles import config
+from tests.small_disk import small_disk
 
 FULL_AT = 4
 

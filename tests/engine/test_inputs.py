@@ -12,7 +12,7 @@ from moe_ckpt.collectives import TorchRanks
 from moe_ckpt.engine.inputs import Inputs, require_equal
 from moe_ckpt.errors import DataError
 from moe_ckpt.standins import gpu
-from tests.ranks import rank_store, run_ranks
+from tests.harness.gloo.ranks import rank_store, run_ranks
 
 ALIKE = {"data.path": "20000 bytes, aa", "data.tokenizer": "8 bytes, bb"}
 

@@ -13,9 +13,9 @@ import pytest
 from moe_ckpt.config import InMemoryConfig
 from moe_ckpt.events import GradientsLost, GradientsSent, Rejoined, SnapshotTaken
 from moe_ckpt.types import Phase
-from tests.engine.history import Follower
-from tests.engine.job import Fault, ThreadJob, uninterrupted
-from tests.engine.model import Shape
+from tests.harness.threads.history import Follower
+from tests.harness.threads.job import Fault, ThreadJob, uninterrupted
+from tests.harness.threads.model import Shape
 from tests.policies.profiles import config
 
 

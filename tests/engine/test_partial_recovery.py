@@ -39,9 +39,9 @@ from tests.engine.damage import (
     let_writes_fail,
     snapshots_in,
 )
-from tests.engine.history import History, PlaceOf
-from tests.engine.job import Fault, ThreadJob, exact, uninterrupted
-from tests.engine.model import Shape
+from tests.harness.threads.history import History, PlaceOf
+from tests.harness.threads.job import Fault, ThreadJob, exact, uninterrupted
+from tests.harness.threads.model import Shape
 from tests.policies.profiles import config
 
 APART, TOGETHER, SPREAD = (

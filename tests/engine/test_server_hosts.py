@@ -22,9 +22,9 @@ from moe_ckpt.events import (
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path
 from moe_ckpt.snapshot.folder_contents import FolderContents, read_kept
 from moe_ckpt.types import Phase
-from tests.engine.job import Fault, ThreadJob, exact
-from tests.engine.model import PAIR, Shape
-from tests.engine.stops import At
+from tests.harness.threads.job import Fault, ThreadJob, exact
+from tests.harness.threads.model import PAIR, Shape
+from tests.harness.threads.stops import At
 from tests.policies.profiles import config
 
 
@@ -205,7 +205,7 @@ def test_the_other_server_takes_over_the_ranks_of_a_lost_one(tmp_path: Path) -> 
 def test_a_job_whose_servers_do_not_come_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tests.engine.job._WAIT_S", 0.2)
+    monkeypatch.setattr("tests.harness.threads.job._WAIT_S", 0.2)
     job = made(tmp_path)
     assert job.hosts is not None
     job.hosts.numbers.num_servers = 0  # none is started

@@ -30,9 +30,9 @@ from moe_ckpt.types import Phase
 from tests.engine.copies import answer_copies
 from tests.engine.covering import fault_of, rows_of, shape_of
 from tests.engine.damage import drop_snapshots, flip_a_bit_of
-from tests.engine.history import Follower
-from tests.engine.job import MOMENTS, Fault, ThreadJob, exact, uninterrupted
-from tests.engine.model import PAIR, Shape
+from tests.harness.threads.history import Follower
+from tests.harness.threads.job import MOMENTS, Fault, ThreadJob, exact, uninterrupted
+from tests.harness.threads.model import PAIR, Shape
 from tests.policies.profiles import config
 
 AXES: dict[str, Sequence[Any]] = {

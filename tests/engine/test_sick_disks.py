@@ -21,11 +21,11 @@ import pytest
 from moe_ckpt.events import CheckpointFailed, CheckpointSaved, WindowPersisted
 from moe_ckpt.types import Phase
 from tests.engine.damage import flip_a_bit_of, let_writes_fail, snapshots_in
-from tests.engine.job import Fault, ThreadJob, exact
-from tests.engine.model import PAIR
-from tests.engine.small_disk import SmallDisk, small_disk
-from tests.engine.stops import At, StoppedError, started_again
+from tests.harness.threads.job import Fault, ThreadJob, exact
+from tests.harness.threads.model import PAIR
+from tests.harness.threads.stops import At, StoppedError, started_again
 from tests.policies.profiles import config
+from tests.small_disk import SmallDisk, small_disk
 from tests.waits import WAIT_S
 
 BROKEN_AT, MENDED_AT, ITERATIONS = 3, 8, 12

@@ -15,9 +15,9 @@ from moe_ckpt.engine.stage_profiles import share_profiles
 from moe_ckpt.packed import pack_rows, unpack_rows
 from moe_ckpt.policies.stage_profile import StageProfile
 from moe_ckpt.types import OperatorId, OperatorKind, OperatorTable, RunIdentity
-from tests.engine.job import place_of
-from tests.engine.model import Shape, operators_of
-from tests.engine.thread_ranks import ThreadGroup, ThreadRanks, run_threads
+from tests.harness.threads.job import place_of
+from tests.harness.threads.model import Shape, operators_of
+from tests.harness.threads.ranks import ThreadGroup, ThreadRanks, run_threads
 
 
 def profile(shape: Shape, stage: int, rank: int, *, has_moments: bool) -> StageProfile:

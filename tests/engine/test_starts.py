@@ -21,9 +21,9 @@ from tests.engine.damage import (
     let_copies_fail,
     snapshots_in,
 )
-from tests.engine.job import Fault, ThreadJob, uninterrupted
-from tests.engine.model import PAIR
-from tests.engine.stops import At, StoppedError, started_again
+from tests.harness.threads.job import Fault, ThreadJob, uninterrupted
+from tests.harness.threads.model import PAIR
+from tests.harness.threads.stops import At, StoppedError, started_again
 from tests.policies.profiles import config
 
 POLICIES = {

@@ -14,8 +14,14 @@ import torch
 from moe_ckpt.errors import CheckpointLoadError, DataError
 from moe_ckpt.events import ReplayDiffered, StageRecovered, StateLost
 from moe_ckpt.faults.schedule import StateLoss
-from tests.engine.job import ThreadJob, exact, uninterrupted
-from tests.engine.model import BOUNDARY_BYTES, MICRO_BATCHES, PIPE, Model, Shape
+from tests.harness.threads.job import ThreadJob, exact, uninterrupted
+from tests.harness.threads.model import (
+    BOUNDARY_BYTES,
+    MICRO_BATCHES,
+    PIPE,
+    Model,
+    Shape,
+)
 from tests.policies.profiles import config
 
 

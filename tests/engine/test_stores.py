@@ -12,8 +12,8 @@ from moe_ckpt.snapshot.blobs import BlobFolder
 from moe_ckpt.snapshot.boundary_log import Direction
 from moe_ckpt.types import Phase
 from tests.engine.damage import snapshots_in
-from tests.engine.job import Fault, Observer, ThreadJob, exact
-from tests.engine.model import PAIR, PIPE, Model, Shape
+from tests.harness.threads.job import Fault, Observer, ThreadJob, exact
+from tests.harness.threads.model import PAIR, PIPE, Model, Shape
 from tests.policies.profiles import config
 
 

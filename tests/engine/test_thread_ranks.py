@@ -22,8 +22,8 @@ from moe_ckpt.collectives import (
     send_buffers,
 )
 from moe_ckpt.errors import CheckpointLoadError, PeersLostError
-from tests.engine.thread_ranks import run_threads
-from tests.ranks import rank_store, run_ranks
+from tests.harness.gloo.ranks import rank_store, run_ranks
+from tests.harness.threads.ranks import run_threads
 
 
 def _use_everything(ranks: Ranks) -> list[Any]:

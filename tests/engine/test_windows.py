@@ -38,10 +38,17 @@ from moe_ckpt.types import Phase, ReadyGradients
 from tests.engine.copies import answer_copies
 from tests.engine.covering import fault_of, rows_of, shape_of
 from tests.engine.damage import flip_a_bit, rewrite_headers
-from tests.engine.job import MOMENTS, Fault, Observer, ThreadJob, exact, uninterrupted
-from tests.engine.model import MICRO_BATCHES, PAIR, PIPE, Model, Shape
-from tests.engine.small_disk import small_disk
+from tests.harness.threads.job import (
+    MOMENTS,
+    Fault,
+    Observer,
+    ThreadJob,
+    exact,
+    uninterrupted,
+)
+from tests.harness.threads.model import MICRO_BATCHES, PAIR, PIPE, Model, Shape
 from tests.policies.profiles import config
+from tests.small_disk import small_disk
 
 AXES: dict[str, Sequence[Any]] = {
     "shape": [

@@ -31,8 +31,8 @@ from moe_ckpt.flowcheck.server_process import find_job
 from moe_ckpt.replication.messages import Address
 from moe_ckpt.run_folder import JOB, JOB_ID
 from moe_ckpt.run_secret import SECRET_FILE, make_secret
-from tests.elastic.processes import Child
-from tests.elastic.workers import NotingStore, wait_until
+from tests.harness.gloo.processes import Child
+from tests.harness.gloo.workers import NotingStore, wait_until
 from tests.replication.peers import TICKET
 from tests.waits import WAIT_S
 

@@ -11,7 +11,7 @@ import torch
 
 from moe_ckpt.integrations import loop_cpu
 from moe_ckpt.standins import gpu
-from tests.elastic.processes import Child
+from tests.harness.gloo.processes import Child
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="needs a machine without a GPU"

@@ -14,8 +14,8 @@ import pytest
 
 from moe_ckpt.faults.schedule import Kill
 from scripts.fetch_megatron_lm import FOLDER, TAGS, sources_of
-from tests.integrations.attached_jobs import EXAMPLE, NUM_ITERS, Job, run_jobs
-from tests.integrations.exact_jobs import (
+from tests.harness.jobs.attached_jobs import EXAMPLE, NUM_ITERS, Job, run_jobs
+from tests.harness.jobs.exact_attached_jobs import (
     CHECKED,
     KILLS,
     OPTIONS,
@@ -25,7 +25,7 @@ from tests.integrations.exact_jobs import (
     require_exact_through_checkpoints,
     require_exact_under_all_faults,
 )
-from tests.run_files import EVENTS_OF_A_KILLED_RUN, RESULT_KEYS
+from tests.harness.jobs.run_files import EVENTS_OF_A_KILLED_RUN, RESULT_KEYS
 
 CLIENT = str(Path(__file__).with_name("recipe_client.py"))
 

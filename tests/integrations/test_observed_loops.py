@@ -12,7 +12,7 @@ import pytest
 
 from launcher.prove.compare import read_digests
 from scripts.fetch_megatron_lm import BRIDGE_TAG, FOLDER, SWIFT_TAG, sources_of
-from tests.integrations.attached_jobs import (
+from tests.harness.jobs.attached_jobs import (
     BRIDGE,
     EXAMPLE,
     NUM_ITERS,
@@ -21,7 +21,7 @@ from tests.integrations.attached_jobs import (
     Job,
     run_jobs,
 )
-from tests.integrations.exact_jobs import PLAIN
+from tests.harness.jobs.exact_attached_jobs import PLAIN
 
 HERE = Path(__file__).parent
 LOOPS: dict[str, dict[str, Any]] = {

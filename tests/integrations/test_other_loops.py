@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from scripts.fetch_megatron_lm import BRIDGE_TAG, FOLDER, SWIFT_TAG, sources_of
-from tests.integrations.attached_jobs import BRIDGE, SWIFT
-from tests.integrations.exact_jobs import (
+from tests.harness.jobs.attached_jobs import BRIDGE, SWIFT
+from tests.harness.jobs.exact_attached_jobs import (
     require_exact_through_checkpoints,
     require_exact_under_all_faults,
 )

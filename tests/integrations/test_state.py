@@ -15,8 +15,8 @@ import pytest
 from launcher.prove.compare import Digests, first_changed, read_digests
 from moe_ckpt.faults.schedule import Kill
 from scripts.fetch_megatron_lm import BRIDGE_TAG, FOLDER, SWIFT_TAG, sources_of
-from tests.integrations.attached_jobs import BRIDGE, EXAMPLE, SWIFT, Job, run_jobs
-from tests.integrations.exact_jobs import PATIENT
+from tests.harness.jobs.attached_jobs import BRIDGE, EXAMPLE, SWIFT, Job, run_jobs
+from tests.harness.jobs.exact_attached_jobs import PATIENT
 
 HERE = Path(__file__).parent
 POLICIES = {

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from launcher.compare import main, plan_variants
+from tests.harness.jobs.stand_in_torchrun import StandIn
+from tests.harness.jobs.training import fast
 from tests.report_runs import Story, committed, write_run
-from tests.stand_in_torchrun import StandIn
-from tests.training import fast
 
 AT = ("fault=at", "fault.at=[{iteration: 3, rank: 1, phase: backward}]")
 

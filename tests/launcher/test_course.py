@@ -16,9 +16,9 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from launcher.data import CorpusSize
 from moe_ckpt.events import CourseChanged, IterationCommitted
-from tests.ranks import RankFailedError
+from tests.harness.gloo.ranks import RankFailedError
+from tests.harness.jobs.training import events_of, losses, train
 from tests.scenarios import ROOT
-from tests.training import events_of, losses, train
 
 DENSE = (
     "ckpt=dense",

@@ -1,9 +1,9 @@
 """ckpt=moevement under faults: lost state is rebuilt, and ranks that live stay.
 
 The run ends as if no fault had happened. The jobs have real supervisors, workers and
-replica daemons, and a list of faults each (tests/campaign.py). The tests compare a job
-with the uninterrupted run bit for bit, after every iteration and recovery. Dropout is
-on throughout.
+replica daemons, and a list of faults each (tests/harness/jobs/campaign.py). The tests
+compare a job with the uninterrupted run bit for bit, after every iteration and
+recovery. Dropout is on throughout.
 
 With W = 2, a recovery to iteration t is followed by a snapshot of the whole state after
 t, and by the windows t+1..t+2, t+3..t+4 and so on. Every rank has a window once the
@@ -26,7 +26,8 @@ import pytest
 from moe_ckpt.elastic.status_page import RAISE_NUMBER
 from moe_ckpt.events import Rejoined, SnapshotTaken, StageRecovered, WindowReplicated
 from moe_ckpt.types import Phase
-from tests.campaign import (
+from tests.engine.damage import flip_a_bit
+from tests.harness.jobs.campaign import (
     HANGS_END_SOON,
     Fault,
     Moment,
@@ -37,11 +38,10 @@ from tests.campaign import (
     stretches_of,
     survive,
 )
-from tests.elastic_job import ElasticJob
-from tests.engine.damage import flip_a_bit
+from tests.harness.jobs.elastic_job import ElasticJob
+from tests.harness.jobs.training import events_of
 from tests.replication.certificates import Authority
 from tests.scenarios import BIAS_EVALUATED_OFTEN, PP4, THIRTY_SIX
-from tests.training import events_of
 
 BUILD, JOIN, RECOVERY, DONE = Phase.BUILD, Phase.JOIN, Phase.RECOVERY, Phase.DONE
 FORWARD, BACKWARD, REDUCE, STEP = (

@@ -11,10 +11,10 @@ from signal import SIGKILL, SIGSTOP, SIGTERM
 
 from moe_ckpt.events import CourseChanged, StateResumed, WindowPersisted
 from moe_ckpt.types import Phase
-from tests.elastic_job import ElasticJob
-from tests.references import outcome_of, uninterrupted
+from tests.harness.jobs.elastic_job import ElasticJob
+from tests.harness.jobs.references import outcome_of, uninterrupted
+from tests.harness.jobs.training import events_of
 from tests.scenarios import PP2
-from tests.training import events_of
 
 TRAINING = (*PP2, "train.iterations=24")
 

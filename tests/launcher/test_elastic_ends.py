@@ -19,11 +19,11 @@ from launcher.fault_classes import count_faults_in
 from launcher.loop import StagePasses
 from moe_ckpt.events import StateResumed, WorkerStarted
 from moe_ckpt.types import Phase
-from tests.elastic_job import ElasticJob
+from tests.harness.jobs.elastic_job import ElasticJob
+from tests.harness.jobs.references import outcome_of, uninterrupted
+from tests.harness.jobs.training import events_of
 from tests.modes import let_others_in, open_to_others
-from tests.references import outcome_of, uninterrupted
 from tests.scenarios import PP2, ROOT
-from tests.training import events_of
 
 LONG = (*PP2, "train.iterations=100000", "ckpt.window=2")
 

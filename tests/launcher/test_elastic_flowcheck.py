@@ -14,7 +14,7 @@ import pytest
 from moe_ckpt.elastic.status_page import RAISE_NUMBER
 from moe_ckpt.events import GradientsLost, SnapshotTaken
 from moe_ckpt.types import Phase
-from tests.campaign import (
+from tests.harness.jobs.campaign import (
     HANGS_END_SOON,
     Point,
     all_go_back,
@@ -23,7 +23,7 @@ from tests.campaign import (
     stretches_of,
     survive,
 )
-from tests.exact_rows import LAYOUTS, Row, job_of, name_of, rows
+from tests.launcher.exact_rows import LAYOUTS, Row, job_of, name_of, rows
 from tests.scenarios import BIAS, FP16_SKIPPING_AT_FIRST, TIED
 
 RANKS = range(4)

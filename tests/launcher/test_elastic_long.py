@@ -14,12 +14,12 @@ import pytest
 
 from moe_ckpt.events import WorkerStarted
 from moe_ckpt.types import Phase
-from tests.campaign import Fault, Point, survive
-from tests.chaos import ENDURING, MIB, PHASES, Chaos, Used
-from tests.elastic_job import ElasticJob
-from tests.references import outcome_of, uninterrupted
+from tests.harness.jobs.campaign import Fault, Point, survive
+from tests.harness.jobs.chaos import ENDURING, MIB, PHASES, Chaos, Used
+from tests.harness.jobs.elastic_job import ElasticJob
+from tests.harness.jobs.references import outcome_of, uninterrupted
+from tests.harness.jobs.training import events_of
 from tests.scenarios import PP2
-from tests.training import events_of
 from tests.waits import JOB_S
 
 

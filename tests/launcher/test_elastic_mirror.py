@@ -17,13 +17,18 @@ from moe_ckpt.events import GradientsLost, GradientsSent, SnapshotTaken
 from moe_ckpt.flowcheck.mirror.port import MirrorPort
 from moe_ckpt.types import Phase
 from scripts import hosts, run_on_hosts
-from tests.campaign import Point, all_go_back, lose_nodes, survive
-from tests.captured_states import UNSHARDED, compare_states, mirror_of, note_states
-from tests.references import outcome_of, uninterrupted
-from tests.scenarios import TIED
-from tests.training import events_of, fast
+from tests.harness.jobs.campaign import Point, all_go_back, lose_nodes, survive
+from tests.harness.jobs.captured_states import (
+    UNSHARDED,
+    compare_states,
+    mirror_of,
+    note_states,
+)
+from tests.harness.jobs.references import outcome_of, uninterrupted
+from tests.harness.jobs.training import events_of, fast
+from tests.scenarios import ROOT, TIED
 
-JOB = Path(__file__).parents[1] / "mirrored_job.py"
+JOB = ROOT / "tests" / "harness" / "jobs" / "mirrored_job.py"
 
 
 def require_port(interface: str) -> None:

@@ -13,7 +13,7 @@ from signal import SIGSTOP
 from moe_ckpt.elastic.status_page import RAISE_NUMBER
 from moe_ckpt.events import CapacityBoosted, ExpertsChosen, SnapshotTaken, TokensLost
 from moe_ckpt.types import Phase
-from tests.campaign import (
+from tests.harness.jobs.campaign import (
     HANGS_END_SOON,
     Point,
     Stretch,
@@ -23,8 +23,8 @@ from tests.campaign import (
     stretches_of,
     survive,
 )
+from tests.harness.jobs.training import events_of
 from tests.scenarios import THIRTY_SIX
-from tests.training import events_of
 
 RANKS = range(4)
 EVERY_3 = ("ckpt.every_iters=3", "ckpt.disk_every_iters=3")

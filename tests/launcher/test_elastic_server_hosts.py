@@ -12,10 +12,10 @@ import pytest
 
 from moe_ckpt.events import GradientsLost, Rejoined, ServersChanged, SnapshotTaken
 from scripts import hosts
-from tests.captured_states import UNSHARDED, mirror_of
-from tests.hosts_job import HostsJob, network_of
-from tests.references import outcome_of, uninterrupted
-from tests.training import events_of
+from tests.harness.jobs.captured_states import UNSHARDED, mirror_of
+from tests.harness.jobs.hosts_job import HostsJob, network_of
+from tests.harness.jobs.references import outcome_of, uninterrupted
+from tests.harness.jobs.training import events_of
 
 pytestmark = pytest.mark.full
 

@@ -13,10 +13,10 @@ import pytest
 from launcher.prove.compare import first_changed, read_digests
 from moe_ckpt.events import StateResumed, TokensLost
 from moe_ckpt.types import Phase
-from tests.campaign import Fault, Point, all_go_back, survive
-from tests.noise import add_noise
-from tests.ranks import RankFailedError
-from tests.training import Kill, events_of, train
+from tests.harness.gloo.ranks import RankFailedError
+from tests.harness.jobs.campaign import Fault, Point, all_go_back, survive
+from tests.harness.jobs.noise import add_noise
+from tests.harness.jobs.training import Kill, events_of, train
 
 WORLD_SIZE = 4
 SETTINGS = {

@@ -18,7 +18,7 @@ from moe_ckpt.events import IntervalChosen, SnapshotTaken, WindowPersisted
 from moe_ckpt.megatron.operators import RankOperators
 from moe_ckpt.snapshot.token_bucket import BURST_S
 from moe_ckpt.types import Phase
-from tests.campaign import (
+from tests.harness.jobs.campaign import (
     HANGS_END_SOON,
     Fault,
     Point,
@@ -30,6 +30,7 @@ from tests.campaign import (
     stretches_of,
     survive,
 )
+from tests.harness.jobs.training import events_of
 from tests.scenarios import (
     BIAS_EVALUATED_OFTEN,
     FP16_SKIPPING,
@@ -37,7 +38,6 @@ from tests.scenarios import (
     TIED,
     UNSHARDED,
 )
-from tests.training import events_of
 
 RANKS = range(4)
 EVERY_3 = ("ckpt.every_iters=3",)

@@ -18,7 +18,10 @@ from moe_ckpt.events import (
     StateLost,
     StateResumed,
 )
-from tests.exact_rows import (
+from tests.harness.gloo.ranks import RankFailedError
+from tests.harness.jobs.references import outcome_of, uninterrupted
+from tests.harness.jobs.training import Kill, events_of, losing, train
+from tests.launcher.exact_rows import (
     ITERATIONS_AFTER_THE_LAST_LOSS,
     TRAINING,
     WINDOW_OF_ALL_OPERATORS,
@@ -31,10 +34,7 @@ from tests.exact_rows import (
     resumed_rows,
     rows,
 )
-from tests.ranks import RankFailedError
-from tests.references import outcome_of, uninterrupted
 from tests.scenarios import FP16_SKIPPING_AT_FIRST, PP2, UNSHARDED
-from tests.training import Kill, events_of, losing, train
 
 
 def test_rows_hold_every_possible_pair_of_settings() -> None:

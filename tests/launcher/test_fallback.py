@@ -25,11 +25,17 @@ from moe_ckpt.megatron.durable import MegatronDurableState
 from moe_ckpt.replication.local_disk import LocalDisk
 from moe_ckpt.snapshot.capture import SnapshotEngine
 from moe_ckpt.types import Phase
-from tests.campaign import Point, all_go_back, call_is_a_point, lose_nodes, survive
-from tests.ranks import RankFailedError, rank_store, run_ranks
-from tests.references import uninterrupted
+from tests.harness.gloo.ranks import RankFailedError, rank_store, run_ranks
+from tests.harness.jobs.campaign import (
+    Point,
+    all_go_back,
+    call_is_a_point,
+    lose_nodes,
+    survive,
+)
+from tests.harness.jobs.references import uninterrupted
+from tests.harness.jobs.training import Kill, KillingHooks, events_of, fast
 from tests.scenarios import BIAS, THIRTY_SIX
-from tests.training import Kill, KillingHooks, events_of, fast
 
 GOES_ON = "training goes on as it is: nothing else leads elsewhere"
 

@@ -19,7 +19,7 @@ import pytest
 from moe_ckpt.config import CKPT_CONFIGS, InMemoryConfig
 from moe_ckpt.elastic.status_page import RAISE_NUMBER
 from moe_ckpt.types import Phase
-from tests.campaign import Fault, Point, kill_a_daemon, lose_nodes
+from tests.harness.jobs.campaign import Fault, Point, kill_a_daemon, lose_nodes
 
 SIGNAL, HANG, EXCEPTION, NODE, DAEMON = CLASSES = (
     "signal",

@@ -23,10 +23,10 @@ from moe_ckpt.ports import TrainingHooks
 from moe_ckpt.snapshot.codec import COMPUTE, EXP_AVG, EXP_AVG_SQ, MASTER, scale_of
 from moe_ckpt.state_format import StateFormat
 from moe_ckpt.types import Phase
-from tests.campaign import Fault, Point, lose_nodes, survive
-from tests.ranks import RankFailedError, rank_store, run_ranks
-from tests.references import outcome_of, uninterrupted
-from tests.training import Kill, events_of, fast, losing, train
+from tests.harness.gloo.ranks import RankFailedError, rank_store, run_ranks
+from tests.harness.jobs.campaign import Fault, Point, lose_nodes, survive
+from tests.harness.jobs.references import outcome_of, uninterrupted
+from tests.harness.jobs.training import Kill, events_of, fast, losing, train
 
 E4M3 = torch.float8_e4m3fn
 SCALED = (torch.float16, E4M3, torch.uint8)

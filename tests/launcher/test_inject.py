@@ -17,8 +17,8 @@ from launcher.faults.inject import kill_node, nobody_replaced
 from launcher.proc import stands_still
 from moe_ckpt.elastic.live_workers import LiveWorker, read_written, write_live
 from moe_ckpt.linux import is_alive
-from tests.elastic.processes import Child
-from tests.jobs import parked_job
+from tests.harness.gloo.processes import Child
+from tests.harness.jobs.walking_job import parked_job
 from tests.waits import WAIT_S
 
 ROUNDS = 30

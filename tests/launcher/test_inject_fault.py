@@ -1,6 +1,6 @@
 """Faults injected into a running job: by command, by plan, by function.
 
-The jobs are of real processes (tests/jobs.py).
+The jobs are of real processes (tests/harness/jobs/walking_job.py).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from launcher.proc import stands_still
 from moe_ckpt.elastic.live_workers import read_live, read_written
 from moe_ckpt.elastic.status_page import Phase
 from moe_ckpt.faults.schedule import Kill, has_come, poisson_kills
-from tests.jobs import (
+from tests.harness.jobs.walking_job import (
     RECOVERS_AT,
     Died,
     Job,

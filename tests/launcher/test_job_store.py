@@ -29,9 +29,9 @@ from moe_ckpt.elastic.job_store import (
 from moe_ckpt.elastic.supervisor import start_beside
 from moe_ckpt.elastic.torchrun import Launch
 from tests.elastic.etcd_server import EtcdServer
+from tests.harness.gloo.ranks import run_ranks
 from tests.launcher.errors import error_of
 from tests.ports import held_port
-from tests.ranks import run_ranks
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from moe_ckpt.elastic.live_workers import (
 )
 from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.linux import boot_id, is_alive, pid_namespace, start_ticks
-from tests.jobs import rewrite_live
+from tests.harness.jobs.walking_job import rewrite_live
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from moe_ckpt.events import StateResumed
-from tests.ranks import RankFailedError
+from tests.harness.gloo.ranks import RankFailedError
+from tests.harness.jobs.training import events_of, losses, train
 from tests.scenarios import ROOT
-from tests.training import events_of, losses, train
 
 DENSE = ("ckpt=dense", "ckpt.every_iters=2", "train.iterations=4")
 

@@ -11,9 +11,9 @@ import pytest
 
 from launcher.config import compose_settings
 from launcher.parameters import count_parameters
+from tests.harness.gloo.ranks import run_ranks
+from tests.harness.jobs.training import fast
 from tests.megatron.stage import build_stage
-from tests.ranks import run_ranks
-from tests.training import fast
 
 VARIANTS = [
     (),

@@ -16,10 +16,10 @@ import pytest
 
 from moe_ckpt.events import Rejoined, StateResumed
 from scripts import hosts
-from tests.hosts_job import HostsJob, network_of
-from tests.references import outcome_of, uninterrupted
+from tests.harness.jobs.hosts_job import HostsJob, network_of
+from tests.harness.jobs.references import outcome_of, uninterrupted
+from tests.harness.jobs.training import events_of
 from tests.scenarios import PP2
-from tests.training import events_of
 
 pytestmark = pytest.mark.full
 

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from launcher.config import RunConfig
 from launcher.progress import Bar, Lines, Scalars, open_display
-from tests.ranks import run_ranks
+from tests.harness.gloo.ranks import run_ranks
 from tests.report_runs import committed
 
 

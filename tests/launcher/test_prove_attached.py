@@ -35,8 +35,8 @@ from moe_ckpt.exactness import STATE
 from moe_ckpt.faults.schedule import Kill, StateLoss
 from moe_ckpt.run_settings import parse_run
 from scripts.fetch_megatron_lm import FOLDER
-from tests.integrations.attached_jobs import ARGUMENTS, EXAMPLE
-from tests.training import fast
+from tests.harness.jobs.attached_jobs import ARGUMENTS, EXAMPLE
+from tests.harness.jobs.training import fast
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))

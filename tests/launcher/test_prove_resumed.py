@@ -27,7 +27,7 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.events import EventLog, StateDigest, TensorDigests, WorkerStarted
 from moe_ckpt.observation import Order, read_order
 from scripts.fetch_megatron_lm import FOLDER, TAGS, sources_of
-from tests.integrations.attached_jobs import ARGUMENTS
+from tests.harness.jobs.attached_jobs import ARGUMENTS
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))

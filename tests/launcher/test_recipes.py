@@ -21,10 +21,10 @@ import launcher.model
 from launcher.config import Settings
 from launcher.run import run
 from moe_ckpt.events import StateLost
-from tests.ranks import rank_store, run_ranks
-from tests.references import outcome_of
+from tests.harness.gloo.ranks import rank_store, run_ranks
+from tests.harness.jobs.references import outcome_of
+from tests.harness.jobs.training import events_of, job_settings, losing
 from tests.scenarios import BIAS, TIED
-from tests.training import events_of, job_settings, losing
 
 TRAINING = (
     "parallel.pp=2",

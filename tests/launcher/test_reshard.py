@@ -44,10 +44,10 @@ from moe_ckpt.megatron.places import bare_model
 from moe_ckpt.megatron.reshard import reseed
 from moe_ckpt.megatron.state import TrainingState, named_state, sharded_state
 from moe_ckpt.types import ParallelLayout
+from tests.harness.gloo.ranks import RankFailedError, rank_store, run_ranks
+from tests.harness.jobs.training import events_of, fast, losses, train
 from tests.megatron.stage import StageLoop, build_stage
-from tests.ranks import RankFailedError, rank_store, run_ranks
 from tests.scenarios import BIAS, FP16_SKIPPING, PP2, TIED, UNSHARDED
-from tests.training import events_of, fast, losses, train
 
 FP32, BF16 = "precision=fp32", "precision=bf16"
 # Relative: a sum rounds several times, by half of 2**-23 each time. bfloat16 rounds

@@ -25,9 +25,9 @@ from moe_ckpt.linux import boot_id, pid_namespace, start_ticks
 from moe_ckpt.run_folder import JOB, find_run_folder, open_run_folder
 from moe_ckpt.run_lock import Holder
 from moe_ckpt.run_secret import SECRET_FILE, make_secret, read_secret, ticket_of
+from tests.harness.gloo.ranks import rank_store, run_ranks
+from tests.harness.jobs.training import fast
 from tests.launcher.errors import error_of
-from tests.ranks import rank_store, run_ranks
-from tests.training import fast
 from tests.waits import WAIT_S
 
 STRANGER = 54321

@@ -23,8 +23,8 @@ from moe_ckpt import run_lock
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.linux import boot_id, start_ticks
 from moe_ckpt.run_lock import Holder, release_lock, take_lock
-from tests.elastic.processes import Child
-from tests.ranks import rank_store, run_ranks
+from tests.harness.gloo.processes import Child
+from tests.harness.gloo.ranks import rank_store, run_ranks
 
 OF_MACHINE = 0xEFFFFFFC
 """PID namespace outside of containers, in which these tests pretend to run."""

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.agents_job import AgentsJob
 from tests.elastic.etcd_server import EtcdServer
+from tests.harness.jobs.agents_job import AgentsJob
+from tests.harness.jobs.references import outcome_of, uninterrupted
 from tests.ports import held_port
-from tests.references import outcome_of, uninterrupted
 from tests.scenarios import PP2
 
 pytestmark = pytest.mark.full

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt.events import CheckpointFailed, HostMemoryUsed, SnapshotTaken
-from tests.training import events_of, train
+from tests.harness.jobs.training import events_of, train
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,7 @@
-"""The shown status of running and ended jobs of real processes (tests/jobs.py)."""
+"""The shown status of running and ended jobs.
+
+The jobs are of real processes (tests/harness/jobs/walking_job.py).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import pytest
 from launcher.status import main
 from moe_ckpt.elastic.live_workers import read_live, write_live
 from moe_ckpt.elastic.status_page import Phase, StatusPage
-from tests.jobs import make_run, parked_job, rewrite_live
+from tests.harness.jobs.walking_job import make_run, parked_job, rewrite_live
 from tests.report_runs import rejoined, write_events
 
 

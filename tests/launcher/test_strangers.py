@@ -30,9 +30,9 @@ from moe_ckpt.replication.connection import RefusedError
 from moe_ckpt.replication.messages import Ticket, parse_address
 from moe_ckpt.run_secret import SECRET_FILE, read_secret, ticket_of
 from moe_ckpt.types import Phase
-from tests.elastic.processes import Child
-from tests.elastic_job import ElasticJob
-from tests.references import outcome_of, uninterrupted
+from tests.harness.gloo.processes import Child
+from tests.harness.jobs.elastic_job import ElasticJob
+from tests.harness.jobs.references import outcome_of, uninterrupted
 from tests.scenarios import PP2
 from tests.waits import WAIT_S
 

@@ -16,9 +16,9 @@ import pytest
 
 from launcher.prove.compare import first_changed, read_digests
 from moe_ckpt.events import IterationCommitted, StateResumed, WorkerStarted
-from tests.references import Outcome, uninterrupted
+from tests.harness.jobs.references import Outcome, uninterrupted
+from tests.harness.jobs.training import events_of, fast
 from tests.scenarios import PP2, ROOT
-from tests.training import events_of, fast
 from tests.waits import JOB_S
 
 TORCHRUN = Path(sys.executable).with_name("torchrun")
@@ -170,7 +170,7 @@ import runpy
 import sys
 
 sys.path.insert(0, {str(ROOT)!r})
-from tests.noise import add_noise
+from tests.harness.jobs.noise import add_noise
 
 add_noise()
 runpy.run_path({str(ROOT / "launcher" / "train.py")!r}, run_name="__main__")

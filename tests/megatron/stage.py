@@ -29,8 +29,8 @@ from moe_ckpt.plain_worker import PlainWorker
 from moe_ckpt.snapshot.capture import Piece
 from moe_ckpt.snapshot.codec import PartKey
 from moe_ckpt.types import ParallelLayout, ReadyGradients
-from tests.ranks import rank_store
-from tests.training import small_settings
+from tests.harness.gloo.ranks import rank_store
+from tests.harness.jobs.training import small_settings
 
 FP16 = ("precision=fp16", "precision.initial_loss_scale=1024.0")
 

@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.megatron.async_write import PlannedWrite
-from tests.ranks import rank_store, run_ranks
+from tests.harness.gloo.ranks import rank_store, run_ranks
 
 NUM_TENSORS = 5
 

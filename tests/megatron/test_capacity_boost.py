@@ -25,6 +25,7 @@ from moe_ckpt.megatron.groups import stage_group
 from moe_ckpt.megatron.places import bare_model
 from moe_ckpt.megatron.state import TrainingState, digest_of
 from moe_ckpt.policies.capacity_boost import boosted_capacity
+from tests.harness.gloo.ranks import run_ranks
 from tests.megatron.stage import (
     StageLoop,
     Tensors,
@@ -32,7 +33,6 @@ from tests.megatron.stage import (
     differing,
     stage_number,
 )
-from tests.ranks import run_ranks
 from tests.scenarios import BIAS
 
 IntArray = npt.NDArray[np.int64]

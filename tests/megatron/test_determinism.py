@@ -20,8 +20,8 @@ from moe_ckpt.megatron.determinism import (
     require_repeatable,
 )
 from moe_ckpt.megatron.state import digest_of
+from tests.harness.gloo.ranks import run_ranks
 from tests.megatron.stage import FP16, build_stage
-from tests.ranks import run_ranks
 from tests.scenarios import BIAS
 
 

@@ -20,8 +20,8 @@ from moe_ckpt.durable.checkpoint_folder import verify_files
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.megatron.durable import MegatronDurableState
 from moe_ckpt.megatron.state import TrainingState, digest_of, named_state
+from tests.harness.gloo.ranks import run_ranks
 from tests.megatron.stage import FP16, build_stage, trained_stage
-from tests.ranks import run_ranks
 from tests.scenarios import BIAS
 
 

@@ -32,8 +32,8 @@ from moe_ckpt.standins.fp8_tensors import (
     Float8Quantizer,
     convert,
 )
+from tests.harness.gloo.ranks import run_ranks
 from tests.megatron.stage import build_stage, join
-from tests.ranks import run_ranks
 
 RECIPES = ("tensorwise", "blockwise", "delayed")
 ROWS, COLUMNS = 384, 256

@@ -10,6 +10,7 @@ from moe_ckpt.megatron.operators import RankOperators
 from moe_ckpt.snapshot.adam_update import Gradients
 from moe_ckpt.snapshot.codec import MOMENTS, PartKey
 from moe_ckpt.types import ReadyGradients
+from tests.harness.gloo.ranks import run_ranks
 from tests.megatron.stage import (
     NoHooks,
     Parts,
@@ -18,7 +19,6 @@ from tests.megatron.stage import (
     everything,
     full_parts,
 )
-from tests.ranks import run_ranks
 from tests.scenarios import UNSHARDED
 
 LAST = 3

@@ -9,8 +9,8 @@ from moe_ckpt.megatron.operators import RankOperators
 from moe_ckpt.megatron.router import RouterCounts
 from moe_ckpt.megatron.state import buffers
 from moe_ckpt.snapshot.host_transfers import TRANSFERS
+from tests.harness.gloo.ranks import run_ranks
 from tests.megatron.stage import build_stage
-from tests.ranks import run_ranks
 from tests.scenarios import BIAS
 
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.megatron.merging import chunks_of, merge
-from tests.elastic.workers import own_rank
-from tests.ranks import rank_store, run_ranks
+from tests.harness.gloo.ranks import rank_store, run_ranks
+from tests.harness.gloo.workers import own_rank
 
 
 @given(sizes=st.lists(st.integers(0, 20), max_size=6), limit=st.integers(1, 25))

@@ -32,6 +32,7 @@ from moe_ckpt.megatron.state_wiper import StateWiper
 from moe_ckpt.megatron.step import apply_update, clear_gradients, unscale_gradients
 from moe_ckpt.snapshot.codec import BUFFER, COMPUTE, MASTER, MOMENTS, PartKey
 from moe_ckpt.types import OperatorId, OperatorKind, ReadyGradients
+from tests.harness.gloo.ranks import run_ranks
 from tests.megatron.stage import (
     FP16,
     Tensors,
@@ -46,7 +47,6 @@ from tests.megatron.stage import (
     stage_number,
     trained_stage,
 )
-from tests.ranks import run_ranks
 from tests.scenarios import BIAS, TIED, UNSHARDED
 
 NUM_LAYERS, NUM_EXPERTS = 4, 4

@@ -19,8 +19,8 @@ from moe_ckpt.megatron.state import (
     small_state,
 )
 from moe_ckpt.megatron.step import clear_gradients, gather_late_parameters
+from tests.harness.gloo.ranks import run_ranks
 from tests.megatron.stage import StageLoop, build_stage
-from tests.ranks import run_ranks
 
 BUCKET_SIZE = 999  # parameters in a bucket; the model has more
 

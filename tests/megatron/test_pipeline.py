@@ -12,8 +12,8 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from moe_ckpt.events import IterationCommitted
 from moe_ckpt.megatron.pipeline import StageCommunicator
 from moe_ckpt.snapshot.bubbles import PipelineBubbles
+from tests.harness.gloo.ranks import run_ranks
 from tests.megatron.stage import build_stage, stage_number
-from tests.ranks import run_ranks
 
 
 def _run_an_iteration() -> tuple[

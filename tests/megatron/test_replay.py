@@ -31,6 +31,7 @@ from moe_ckpt.snapshot.copier import HostCopier
 from moe_ckpt.snapshot.step_log import StepRecord
 from moe_ckpt.snapshot.windows import HostBuffers, PrivateMemory
 from moe_ckpt.types import ReadyGradients
+from tests.harness.gloo.ranks import run_ranks
 from tests.megatron.stage import (
     FP16,
     NoHooks,
@@ -42,7 +43,6 @@ from tests.megatron.stage import (
     names_of,
     stage_number,
 )
-from tests.ranks import run_ranks
 from tests.scenarios import BIAS, TIED, UNSHARDED
 
 LAST = 3

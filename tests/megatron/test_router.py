@@ -16,8 +16,8 @@ from moe_ckpt.megatron.places import bare_model
 from moe_ckpt.megatron.router import RouterCounts
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.types import OperatorKind
+from tests.harness.gloo.ranks import run_ranks
 from tests.megatron.stage import build_stage, stage_number
-from tests.ranks import run_ranks
 
 NUM_EXPERTS, TOP_K = 4, 2
 SIZE = (
@@ -25,7 +25,7 @@ SIZE = (
     f"model.num_experts={NUM_EXPERTS}",
     f"model.moe_topk={TOP_K}",
 )
-# train.micro_batch_size * train.sequence_length of tests.training.FAST
+# train.micro_batch_size * train.sequence_length of tests.harness.jobs.training.FAST
 TOKENS_OF_MICRO_BATCH = 2 * 16
 
 Counted = dict[str, tuple[float, float]]

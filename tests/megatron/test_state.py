@@ -19,6 +19,7 @@ from moe_ckpt.megatron.state import (
     small_state,
 )
 from moe_ckpt.sim.job import STEP_LOG_BYTES_ON_CPU
+from tests.harness.gloo.ranks import run_ranks
 from tests.megatron.stage import (
     FP16,
     differing,
@@ -28,7 +29,6 @@ from tests.megatron.stage import (
     torch_optimizer,
     trained_stage,
 )
-from tests.ranks import run_ranks
 from tests.scenarios import BIAS
 
 

@@ -15,6 +15,7 @@ import torch
 from moe_ckpt.megatron.places import bare_model
 from moe_ckpt.megatron.state import TrainingState, named_state, small_state
 from moe_ckpt.megatron.state_wiper import StateWiper
+from tests.harness.gloo.ranks import run_ranks
 from tests.megatron.stage import (
     FP16,
     Tensors,
@@ -23,7 +24,6 @@ from tests.megatron.stage import (
     first_parameter,
     trained_stage,
 )
-from tests.ranks import run_ranks
 from tests.scenarios import BIAS, UNSHARDED
 
 

@@ -10,8 +10,8 @@ import torch
 from moe_ckpt.megatron import step as megatron_step
 from moe_ckpt.megatron.state import TrainingState, digest_of
 from moe_ckpt.megatron.step import ReadyGradients
+from tests.harness.gloo.ranks import run_ranks
 from tests.megatron.stage import torch_optimizer, trained_stage
-from tests.ranks import run_ranks
 from tests.scenarios import UNSHARDED
 
 CLIPPED = "train.clip_grad=0.01"

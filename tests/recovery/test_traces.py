@@ -22,8 +22,8 @@ from moe_ckpt.replication import copy_server
 from moe_ckpt.replication.publisher import Publisher
 from moe_ckpt.snapshot.codec import Snapshot
 from moe_ckpt.types import Phase
-from tests.elastic.workers import wait_until
-from tests.elastic_job import ElasticJob
+from tests.harness.gloo.workers import wait_until
+from tests.harness.jobs.elastic_job import ElasticJob
 from tests.recovery.checker import is_over
 from tests.recovery.protocol import Protocol
 from tests.recovery.traces import follow, read_trace, record, turn, wrap

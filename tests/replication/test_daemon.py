@@ -24,9 +24,9 @@ from moe_ckpt.replication.daemon import DaemonSettings, run_daemon
 from moe_ckpt.replication.fetch import fetch_blobs, list_held
 from moe_ckpt.replication.messages import Address, parse_address
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path, own_path
-from tests.elastic.processes import Child, Watch
-from tests.elastic.workers import wait_until
-from tests.ranks import RankFailedError, run_ranks
+from tests.harness.gloo.processes import Child, Watch
+from tests.harness.gloo.ranks import RankFailedError, run_ranks
+from tests.harness.gloo.workers import wait_until
 from tests.replication.blobs import buffers_of, content_of, publish
 from tests.replication.peers import TICKET
 from tests.waits import WAIT_S

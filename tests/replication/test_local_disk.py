@@ -11,7 +11,7 @@ import pytest
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.replication.local_disk import persist, restore
 from moe_ckpt.snapshot.blobs import BlobFolder
-from tests.ranks import RankFailedError, run_ranks
+from tests.harness.gloo.ranks import RankFailedError, run_ranks
 from tests.replication.blobs import buffers_of, content_of, publish
 from tests.snapshot.copiers import Asked
 

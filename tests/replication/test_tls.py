@@ -22,7 +22,7 @@ from moe_ckpt.replication.connection import CHUNK_BYTES, Connection, RefusedErro
 from moe_ckpt.replication.fetch import fetch_blobs
 from moe_ckpt.replication.messages import Hello, Ticket
 from moe_ckpt.replication.tls import open_tls
-from tests.elastic.workers import wait_until
+from tests.harness.gloo.workers import wait_until
 from tests.replication.blobs import content_of, publish
 from tests.replication.certificates import Authority
 from tests.replication.peers import TICKET, Ranks, copy

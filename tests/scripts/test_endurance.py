@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from scripts.endurance import KINDS, Endured, Moment, broken_promises
-from tests.chaos import MIB, Sample, Used
-from tests.references import Outcome
+from tests.harness.jobs.chaos import MIB, Sample, Used
+from tests.harness.jobs.references import Outcome
 
 END = Outcome(digest_per_rank=["a", "b"], eval_loss=1.0, losses={1: 2.0})
 OTHER_END = Outcome(digest_per_rank=["a", "c"], eval_loss=1.0, losses={1: 2.0})

@@ -15,7 +15,7 @@ import pytest
 
 from moe_ckpt.flowcheck.mirror.frames import segment_of
 from scripts import hosts, run_on_hosts
-from tests.hosts_job import hosts_of_one_test
+from tests.harness.jobs.hosts_job import hosts_of_one_test
 
 _LISTEN = (
     "import socket, sys; s = socket.create_server(('', 5000)); print('ready',"

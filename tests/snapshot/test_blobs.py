@@ -23,7 +23,7 @@ from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.private_files import write_private
 from moe_ckpt.snapshot import blobs
 from moe_ckpt.snapshot.blobs import BlobFolder, is_key
-from tests.ranks import RankFailedError, run_ranks
+from tests.harness.gloo.ranks import RankFailedError, run_ranks
 from tests.replication.blobs import (
     KIB,
     buffers_of,

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from moe_ckpt.standins import gpu
-from tests.ranks import run_ranks
+from tests.harness.gloo.ranks import run_ranks
 
 SHARDED = "optimizer.distrib_optimizer.DistributedOptimizer"
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe_ckpt.standins import matmul
-from tests.ranks import run_ranks
+from tests.harness.gloo.ranks import run_ranks
 
 NARROW = (torch.bfloat16, torch.float16)
 PRODUCTS: dict[

@@ -22,8 +22,8 @@ from moe_ckpt.standins.precision_adam import (
     join_master,
     split_master,
 )
+from tests.harness.gloo.ranks import run_ranks
 from tests.megatron.stage import build_stage
-from tests.ranks import run_ranks
 
 FP32, FP16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.uint8
 SETTINGS: dict[str, Any] = {

@@ -20,7 +20,7 @@ from launcher.report.page import to_html
 from launcher.report.plots_of_run import memory, plots_of_run
 from launcher.report.plots_of_runs import plots_of_runs
 from launcher.report.read import read_runs
-from tests.browser import ARTEFACTS, chromium
+from tests.launcher.report.browser import ARTEFACTS, chromium
 from tests.report_runs import Story, write_run
 from tests.scenarios import ROOT
 

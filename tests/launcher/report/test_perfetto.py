@@ -29,8 +29,8 @@ from moe_ckpt.events import (
     WindowReplicated,
 )
 from moe_ckpt.types import Phase
-from tests.browser import ARTEFACTS, chromium
-from tests.elastic_job import ElasticJob
+from tests.harness.jobs.elastic_job import ElasticJob
+from tests.launcher.report.browser import ARTEFACTS, chromium
 from tests.report_runs import Story, committed, write_events, write_run
 from tests.scenarios import PP2
 

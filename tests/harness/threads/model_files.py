@@ -10,7 +10,7 @@ from moe_ckpt.collectives import Ranks, gather_results
 from moe_ckpt.durable.checkpoint_folder import seal_files
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.types import FileRecord, ParallelLayout
-from tests.engine.model import Model
+from tests.harness.threads.model import Model
 
 
 class ModelFiles:

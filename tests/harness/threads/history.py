@@ -20,8 +20,15 @@ from moe_ckpt.snapshot.blobs import BlobFolder, held_path
 from moe_ckpt.snapshot.codec import COMPUTE, MASTER, MOMENTS
 from moe_ckpt.snapshot.folder_contents import read_kept
 from moe_ckpt.types import OperatorKind
-from tests.engine.job import ThreadJob
-from tests.engine.model import MICRO_BATCHES, TOKENS, Model, Weight, bytes_of, hash_of
+from tests.harness.threads.job import ThreadJob
+from tests.harness.threads.model import (
+    MICRO_BATCHES,
+    TOKENS,
+    Model,
+    Weight,
+    bytes_of,
+    hash_of,
+)
 
 ROLES = {
     "both": (MASTER, COMPUTE, *MOMENTS),

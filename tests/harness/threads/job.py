@@ -61,7 +61,7 @@ from moe_ckpt.snapshot.arriving_update import OpenGradients, observes_nothing
 from moe_ckpt.snapshot.blobs import BlobFolder, own_path
 from moe_ckpt.snapshot.codec import ShardIdentity
 from moe_ckpt.types import Phase, ReadyGradients, RunIdentity
-from tests.engine.model import (
+from tests.harness.threads.model import (
     BOUNDARY_BYTES,
     MICRO_BATCHES,
     TOKENS,
@@ -69,15 +69,15 @@ from tests.engine.model import (
     Shape,
     TokenCounts,
 )
-from tests.engine.model_files import ModelFiles
-from tests.engine.thread_ranks import (
+from tests.harness.threads.model_files import ModelFiles
+from tests.harness.threads.ranks import (
     HostRanks,
     ThreadGroup,
     ThreadRanks,
     WorkerKilled,
     one_processor,
 )
-from tests.engine.wire import ModelMirror, Wire
+from tests.harness.threads.wire import ModelMirror, Wire
 from tests.report_runs import committed
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from moe_ckpt.faults.schedule import Kill
-from tests.integrations.attached_jobs import (
+from tests.harness.jobs.attached_jobs import (
     EXAMPLE,
     NUM_ITERS,
     NUM_RANKS,

@@ -27,9 +27,9 @@ from launcher.proc import stands_still
 from moe_ckpt.elastic.live_workers import LiveWorker, read_written
 from moe_ckpt.elastic.status_page import ANY_ITERATION, StatusPage
 from moe_ckpt.types import Phase
-from tests.agent import run_agent, supervisor_log
-from tests.ranks import CONTEXT
-from tests.training import fast
+from tests.harness.gloo.ranks import CONTEXT
+from tests.harness.jobs.agent import run_agent, supervisor_log
+from tests.harness.jobs.training import fast
 from tests.waits import JOB_S
 
 T = TypeVar("T")

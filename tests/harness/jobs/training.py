@@ -16,8 +16,8 @@ from launcher.run import run
 from moe_ckpt.events import IterationCommitted, read_events
 from moe_ckpt.ports import TrainingHooks
 from moe_ckpt.types import ReadyGradients
+from tests.harness.gloo.ranks import rank_store, run_ranks
 from tests.made_once import made_once
-from tests.ranks import rank_store, run_ranks
 from tests.scenarios import ROOT
 from tests.waits import JOB_S
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_ckpt.events import IterationCommitted, StateDigest
+from tests.harness.jobs.training import events_of, train
 from tests.made_once import made_once
-from tests.training import events_of, train
 
 
 @dataclass(frozen=True, kw_only=True)

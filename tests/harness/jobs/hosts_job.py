@@ -25,9 +25,9 @@ from filelock import FileLock
 from moe_ckpt.elastic.live_workers import LiveWorker, read_written
 from moe_ckpt.events import IterationCommitted, read_events
 from scripts import hosts
+from tests.harness.jobs.training import fast
 from tests.made_once import FOLDER
 from tests.scenarios import ROOT
-from tests.training import fast
 from tests.waits import JOB_S
 
 _IMPATIENT = (

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from tests.ranks import CONTEXT
+from tests.harness.gloo.ranks import CONTEXT
 from tests.waits import START_S, WAIT_S
 
 

@@ -2,7 +2,7 @@
 
     mirrored_job.py FOLDER OVERRIDES
 
-The digests of states are written to FOLDER (tests/captured_states.py).
+The digests of states are written to FOLDER (tests/harness/jobs/captured_states.py).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 from moe_ckpt.agent import end_with_agent
 
 if __name__ == "__main__":
-    # the checkout in place of tests/, which has packages with the names of libraries
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    # the checkout in place of this folder, whose modules are no top-level modules
+    sys.path[0] = str(Path(__file__).resolve().parents[3])
     end_with_agent()
     from launcher.train import main
-    from tests.captured_states import note_states
+    from tests.harness.jobs.captured_states import note_states
 
     note_states(Path(sys.argv[1]))
     sys.exit(main(sys.argv[2:]))

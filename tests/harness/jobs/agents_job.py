@@ -22,8 +22,8 @@ from typing import Any
 from moe_ckpt.elastic.live_workers import LiveWorker, read_written
 from moe_ckpt.events import IterationCommitted, read_events
 from moe_ckpt.linux import descendants_of, parent_of
+from tests.harness.jobs.training import fast
 from tests.scenarios import ROOT
-from tests.training import fast
 from tests.waits import JOB_S
 
 _PATIENT = ("runtime.join_s=900", "runtime.progress_s=300", "runtime.operation_s=400")

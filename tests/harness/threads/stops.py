@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable
 
 from moe_ckpt.events import StateResumed
-from tests.engine.job import Observer, ThreadJob, uninterrupted
-from tests.engine.model import Model
+from tests.harness.threads.job import Observer, ThreadJob, uninterrupted
+from tests.harness.threads.model import Model
 from tests.waits import WAIT_S
 
 

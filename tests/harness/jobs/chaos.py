@@ -15,8 +15,8 @@ from moe_ckpt.elastic.live_workers import read_written
 from moe_ckpt.elastic.status_page import RAISE_NUMBER
 from moe_ckpt.events import HostMemoryUsed
 from moe_ckpt.types import Phase
-from tests.elastic_job import ElasticJob
-from tests.training import events_of
+from tests.harness.jobs.elastic_job import ElasticJob
+from tests.harness.jobs.training import events_of
 
 PHASES = (
     Phase.FORWARD,

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
-from tests.elastic.workers import meet, open_groups, open_store, own_rank
-from tests.ranks import rank_store
+from tests.harness.gloo.ranks import rank_store
+from tests.harness.gloo.workers import meet, open_groups, open_store, own_rank
 from tests.waits import WAIT_S
 
 _HAS_ALL_TO_ALL = TorchVersion(torch.__version__) >= "2.13"

@@ -58,10 +58,14 @@ from moe_ckpt.replication import sender
 from moe_ckpt.replication.connection import Connection
 from moe_ckpt.replication.update_work import UpdateWork
 from moe_ckpt.types import Phase
-from tests.elastic_job import ElasticJob, JobFailedError
-from tests.references import Outcome, uninterrupted
-from tests.run_files import EVENTS_OF_EVERY_RUN, RESULT_KEYS, kinds_of_events
-from tests.training import events_of
+from tests.harness.jobs.elastic_job import ElasticJob, JobFailedError
+from tests.harness.jobs.references import Outcome, uninterrupted
+from tests.harness.jobs.run_files import (
+    EVENTS_OF_EVERY_RUN,
+    RESULT_KEYS,
+    kinds_of_events,
+)
+from tests.harness.jobs.training import events_of
 
 HANGS_END_SOON = "runtime.heartbeat_s=5"
 """Setting of campaigns in which ranks hang.

@@ -19,7 +19,7 @@ from moe_ckpt.flowcheck.mirror.marks import GROUP_BYTES, mark_of
 from moe_ckpt.flowcheck.mirror.plan import BucketPlace, MirroredSums
 from moe_ckpt.flowcheck.mirror.ring import Ring
 from moe_ckpt.snapshot.codec import MASTER, PartKey
-from tests.engine.model import Model, Weight
+from tests.harness.threads.model import Model, Weight
 
 _ALL_REDUCE = 4
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from moe_ckpt.elastic.live_workers import remove_live, write_live
 from moe_ckpt.elastic.status_page import Phase, StatusPage
-from tests.elastic.processes import Child
+from tests.harness.gloo.processes import Child
 
 RECOVERS_AT = 8
 ITERATION = (

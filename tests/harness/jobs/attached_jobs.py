@@ -26,9 +26,9 @@ from moe_ckpt.faults.schedule import Kill
 from moe_ckpt.observation import Order
 from moe_ckpt.observed_start import enter
 from scripts.fetch_megatron_lm import BRIDGE_TAG, FOLDER, SWIFT_TAG, sources_of
-from tests.elastic.processes import Watch
+from tests.harness.gloo.processes import Watch
+from tests.harness.jobs.run_files import kinds_of_events
 from tests.integrations import bridge_stubs, swift_stubs
-from tests.run_files import kinds_of_events
 from tests.scenarios import ROOT
 from tests.waits import JOB_S
 
@@ -197,7 +197,7 @@ def main(folder: Path) -> int:
 
 def _run(folder: Path, job: Job) -> int:
     from launcher.faults.carry_out import carry_out  # noqa: PLC0415
-    from tests.agent import run_job  # noqa: PLC0415
+    from tests.harness.jobs.agent import run_job  # noqa: PLC0415
 
     folder.mkdir()
     memory = tempfile.mkdtemp(prefix="moe_ckpt-test-", dir="/dev/shm")
@@ -221,7 +221,7 @@ def _supervise(job: Job, run: Path, memory: str) -> int:
     from moe_ckpt.run import main as run_main  # noqa: PLC0415
 
     if job.is_noisy:
-        from tests.noise import add_noise  # noqa: PLC0415
+        from tests.harness.jobs.noise import add_noise  # noqa: PLC0415
 
         add_noise()
     if job.is_observed:
