@@ -98,8 +98,8 @@ class CopyLedger:
         # copies since copying began; done if peers had the blob before. Empty while
         # copying is stopped, and another dict after each transition
         self._copies: dict[str, Future[Any]] = {}
-        # keys added since copying stopped: peers may hold other contents under such a
-        # key
+        # keys added since copying stopped, or whose copies had not arrived by then:
+        # peers may hold other contents under such a key
         self._changed: set[str] = set()
         # keys dropped while copying was stopped, until peers drop stale blobs: peers
         # may still receive copies of such blobs
@@ -111,6 +111,13 @@ class CopyLedger:
         """Leave the peers' copies unchanged from now on."""
         with self._lock:
             self.state = CopyState.STOPPED
+            self._changed.update(
+                key
+                for key, copy in self._copies.items()
+                if not copy.done() or copy.exception()
+            )
+            # peers may still receive copies of stale blobs, too
+            self._withdrawn |= self._stale
             self._copies, self._stale = {}, set()
 
     def begin(
@@ -131,6 +138,7 @@ class CopyLedger:
                 blobs.
         """
         with self._lock:
+            self.stop()
             # the same key is not enough: a record that was logged again has other
             # contents
             everywhere = set(keys).intersection(*held).difference(self._changed)
