@@ -11,6 +11,7 @@ import json
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 import warnings
@@ -44,7 +45,7 @@ from tests.harness.jobs.run_files import (
     kinds_of_events,
 )
 from tests.scenarios import ROOT
-from tests.waits import START_S
+from tests.waits import START_S, WAIT_S
 
 OWN_LOOP = ROOT / "examples" / "own_loop.py"
 
@@ -359,6 +360,35 @@ def test_the_slurm_script_starts_a_run_that_parses(tmp_path: Path) -> None:
         8,
         f"{tmp_path}/outputs/7",
     )
+
+
+def test_the_slurm_script_saves_and_queues_the_job_again(tmp_path: Path) -> None:
+    """Processes, because a shell's trap and a wait for its child are the subject."""
+    ready, order = tmp_path / "ready", tmp_path / "order"
+    os.mkfifo(ready)
+    for name, text in {
+        "scontrol": f'[ "$1" = requeue ] && echo "$@" >> {order}; echo node-1',
+        "srun": (
+            "tail -f /dev/null & child=$!\n"
+            f"trap 'kill $child; echo saved >> {order}; exit 1' TERM\n"
+            f"echo ready > {ready}; wait"
+        ),
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    job = subprocess.Popen(
+        ["bash", str(ROOT / "examples" / "slurm.sbatch"), "pretrain_gpt.py"],
+        env={
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "SLURM_JOB_NODELIST": "node-1",
+            "SLURM_JOB_ID": "7",
+        },
+        cwd=tmp_path,
+    )
+    assert ready.read_text() == "ready\n"
+    job.terminate()
+    assert job.wait(WAIT_S) == 128 + signal.SIGTERM
+    assert order.read_text().splitlines() == ["saved", "requeue 7"]
 
 
 # fields of the pod specification of Kubernetes' core/v1 that the example may use
