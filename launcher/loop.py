@@ -54,7 +54,7 @@ class StagePasses:
         """
         self.batches = batches
         self._iteration = iteration
-        self._forward_step = iteration.marking_phases(_forward_step)
+        self._forward_step = iteration.marking_phases(forward_step)
 
     @property
     def state(self) -> TrainingState:
@@ -372,13 +372,15 @@ def checkpoint_at(path: Path) -> Path:
     return Path(candidates[0].directory)
 
 
-def _forward_step(
+def forward_step(
     micro_batches: Iterator[torch.Tensor | None], model: torch.nn.Module
 ) -> tuple[Any, Any]:
-    return _forward(next(micro_batches), model), _mean_loss
+    """Run the forward pass of one micro-batch, as Megatron's schedules call it."""
+    return forward(next(micro_batches), model), _mean_loss
 
 
-def _forward(tokens: torch.Tensor | None, model: torch.nn.Module) -> torch.Tensor:
+def forward(tokens: torch.Tensor | None, model: torch.nn.Module) -> torch.Tensor:
+    """Return the model's output: losses on the last stage, activations on others."""
     if tokens is None:
         return model(input_ids=None, position_ids=None, attention_mask=None)
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

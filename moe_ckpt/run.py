@@ -61,13 +61,13 @@ def main(arguments: Sequence[str]) -> int:
         settings = parse_run(arguments)
         imports = require_guarded(settings.command)
         launch = read_launch("-m moe_ckpt.run -- " + settings.command.name)
-        return _start(settings, launch, imports)
+        return start(settings, launch, imports)
     except MoeCkptError as error:
         report_error(str(error))
         return _FAILED
 
 
-def _start(settings: RunSettings, launch: Launch, imports: Sequence[str]) -> int:
+def start(settings: RunSettings, launch: Launch, imports: Sequence[str]) -> int:
     """Run one rank: run the program unchanged, or supervise workers that run it.
 
     Args:

@@ -425,7 +425,7 @@ def run_elastic(
     hooks = SupervisorHooks(
         start_daemon=(lambda: _start_daemon(job, place)) if place.has_daemon else None,
         take_failure=lambda: take_failure(place.failure),
-        save_last=(lambda: _save_last(place, runtime.stop_save_s))
+        save_last=(lambda: save_and_report(place, runtime.stop_save_s))
         if runtime.stop_save_s
         else None,
         notice=Path(runtime.notice_file) if runtime.notice_file else None,
@@ -442,14 +442,19 @@ def run_elastic(
         launch.global_rank,
         page,
         Generations(store),
-        lambda incarnation: _work(work, Worker(job, place, incarnation)),
+        lambda incarnation: run_one_worker(work, Worker(job, place, incarnation)),
         limits,
         hooks,
     ).run()
 
 
-def _work(work: Callable[[Worker], int], worker: Worker) -> int:
-    """Run one worker, and return the exit status."""
+def run_one_worker(work: Callable[[Worker], int], worker: Worker) -> int:
+    """Run one worker in this process, and return the exit status.
+
+    Args:
+        work: As in `run_elastic`.
+        worker: The worker.
+    """
     runtime = worker.job.runtime
     try:
         return work(worker)
@@ -470,11 +475,17 @@ def _work(work: Callable[[Worker], int], worker: Worker) -> int:
         return WORKER_FAULT
 
 
-def _save_last(place: RankPlace, limit_s: float) -> int:
+def save_and_report(place: RankPlace, limit_s: float) -> int:
     """Bring the rank's complete windows to disk, and print the result.
 
-    Once all ranks have done so, the message says that the job may be killed. This
-    process is killed after `limit_s`.
+    Once all ranks have done so, the message says that the job may be killed.
+
+    Args:
+        place: The place of the rank.
+        limit_s: Seconds after which the supervisor kills this process.
+
+    Returns:
+        The exit status: 1 if a window could not be saved.
     """
     began_s = time.monotonic()
     rank, world_size, status = place.launch.global_rank, place.launch.world_size, 0
@@ -500,7 +511,7 @@ def _save_last(place: RankPlace, limit_s: float) -> int:
         events.append(LastSaveDone(iteration=iteration))
     answers: list[int | None] = []
     asking = Thread(
-        target=_ask_if_safe,
+        target=ask_if_safe,
         args=(rank, world_size, saved, answers),
         name="stop-board",
         daemon=True,
@@ -524,9 +535,20 @@ def _save_last(place: RankPlace, limit_s: float) -> int:
     return status
 
 
-def _ask_if_safe(
+def ask_if_safe(
     rank: int, world_size: int, saved: Sequence[int], answers: list[int | None]
 ) -> None:
+    """Report a rank's saved iterations, and ask for those of all ranks.
+
+    The rank that hosts the job's store waits for the reports of slower ranks.
+
+    Args:
+        rank: The rank.
+        world_size: The number of ranks.
+        saved: The iterations that the rank has on disk.
+        answers: Gets the newest iteration that all ranks have on disk, or None if there
+            is none yet. Gets nothing if the store does not answer.
+    """
     # torch's error for a store that is gone, and the error of `open_store`
     with contextlib.suppress(RuntimeError, ConfigError):
         board = StopBoard(open_store("stop"), world_size)

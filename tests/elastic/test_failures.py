@@ -192,7 +192,7 @@ def work_in(memory: Path, work: Callable[[Worker], int]) -> None:
         ckpt=config_of("moevement"), runtime=runtime_config(), folder=folder
     )
     place = RankPlace(launch=launch, memory=memory, **facts)
-    sys.exit(run_elastic._work(work, Worker(job, place, 0)))
+    sys.exit(run_elastic.run_one_worker(work, Worker(job, place, 0)))
 
 
 def test_a_fault_that_cannot_be_written_down_is_a_death(

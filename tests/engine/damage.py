@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_ckpt.errors import CheckpointSaveError
+from moe_ckpt.replication.client import DaemonClient
 from moe_ckpt.replication.local_disk import LocalDisk
 from moe_ckpt.snapshot.blobs import BlobFolder
 from moe_ckpt.snapshot.codec import SnapshotHeader, header_from_json, header_to_json
@@ -118,6 +119,29 @@ def let_copies_fail(model: Model, first: int, last: int) -> None:
         return take(*arguments)
 
     model.pieces = pieces  # type: ignore[method-assign]
+
+
+def answer_copies(
+    client: DaemonClient | None,
+    is_chosen: Callable[[str], bool],
+    answer: Callable[[], Future[Any]],
+) -> None:
+    """Let `answer` stand in for the daemon's copies of a worker's chosen blobs.
+
+    The daemon copies all other blobs.
+
+    Args:
+        client: The worker's client of the daemon.
+        is_chosen: Chooses blobs by their keys. One chosen key chooses the whole copy.
+        answer: Returns the future of a chosen copy.
+    """
+    assert client is not None
+    copy = client.copy
+
+    def copy_others(keys: Sequence[str]) -> Future[Any]:
+        return answer() if any(map(is_chosen, keys)) else copy(keys)
+
+    client.copy = copy_others  # type: ignore[method-assign]
 
 
 def let_writes_fail(disk: LocalDisk, fails: Callable[[int], bool]) -> None:

@@ -237,6 +237,17 @@ def test_logs_end_although_no_window_is_ever_complete(tmp_path: Path) -> None:
     assert logged_after(24) == logged_after(30)
 
 
+def call_first(owner: object, name: str, act: Callable[[], object]) -> None:
+    """Call `act` before each call of a method of one object."""
+    method = getattr(owner, name)
+
+    def act_and_call() -> Any:
+        act()
+        return method()
+
+    setattr(owner, name, act_and_call)
+
+
 @pytest.mark.parametrize(
     ("phase", "number", "again"), [("forward", 5, 5), ("between", 6, 6)]
 )
@@ -256,26 +267,22 @@ def test_a_snapshot_that_the_loss_tears_is_taken_again(
     def hold(rank: int, _: object) -> None:
         if rank != 1:
             return
-        model, lost = job.models[1], threading.Event()
-        take, wipe, num_taken = model.pieces, model.wipe, 0
+        model, goes_on = job.models[1], threading.Event()
+        take, num_taken = model.pieces, 0
 
         def pieces(*arguments: Any) -> Any:
             nonlocal num_taken
             num_taken += 1
-            engine = job.rank_memory(1).engine
-            while (
-                num_taken == number
-                and engine._capture is not None
-                and not lost.wait(0.001)
-            ):
-                pass  # until the capture is discarded, or the captured state is gone
+            if num_taken == 1:
+                call_first(job.rank_memory(1).engine, "uncapped", goes_on.set)
+            if num_taken == number:
+                # until the engine, without its cap, drops the capture in progress, or
+                # the captured state is gone
+                assert goes_on.wait(WAIT_S)
             return take(*arguments)
 
-        def wipe_first() -> None:
-            wipe()
-            lost.set()
-
-        model.pieces, model.wipe = pieces, wipe_first  # type: ignore[method-assign]
+        model.pieces = pieces  # type: ignore[method-assign]
+        call_first(model, "wipe", goes_on.set)
 
     job.on_worker.append(hold)
     exact(job)

@@ -257,7 +257,7 @@ def test_no_rank_says_that_it_is_safe_to_kill_at_a_damaged_window(
     save_last(job.memory(1))
     flip_a_bit_of(job.disk(1), lambda _: True)
     BlobFolder(own_path(job.memory(1))).clear()
-    assert run_elastic._save_last(place_of(job, 1), WAIT_S) == 0
+    assert run_elastic.save_and_report(place_of(job, 1), WAIT_S) == 0
     assert capsys.readouterr().out == ""
 
 
@@ -281,7 +281,7 @@ def test_a_last_save_that_a_disk_ends_is_one_line(
 ) -> None:
     job = stopped(tmp_path, "moevement", window=1, pause_iters=1)
     limit_disk(job, 1, 1)
-    assert run_elastic._save_last(place_of(job, 1), WAIT_S) == 1
+    assert run_elastic.save_and_report(place_of(job, 1), WAIT_S) == 1
     said = capsys.readouterr().err
     assert said.startswith(
         "error: rank 1: not saved, the next start uses an older state: local disk"
@@ -304,7 +304,7 @@ def test_a_disk_with_room_for_the_older_window_alone_has_that(
         file.stat().st_size for file in job.disk(0).rglob("*") if file.is_file()
     )
     limit_disk(job, 1, 5 * there // 6)
-    assert run_elastic._save_last(place_of(job, 1), WAIT_S) == 1
+    assert run_elastic.save_and_report(place_of(job, 1), WAIT_S) == 1
     said = capsys.readouterr()
     assert said.err.startswith(
         "error: rank 1: not saved, the next start uses an older state: local disk"
@@ -321,7 +321,7 @@ def test_a_rank_that_is_cut_off_saves_and_says_so(
     """No store answers: only other ranks can report that the job is safe to kill."""
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     job = stopped(tmp_path, "moevement", window=1, pause_iters=1)
-    assert run_elastic._save_last(place_of(job, 0), WAIT_S) == 0
+    assert run_elastic.save_and_report(place_of(job, 0), WAIT_S) == 0
     assert capsys.readouterr().out.splitlines() == [
         "rank 0: iteration 5 is on disk",
         (
@@ -351,6 +351,6 @@ def test_the_rank_with_the_store_waits_for_the_others_reports(
     monkeypatch.setattr(run_elastic, "open_store", lambda part: store)
     if hosts:
         monkeypatch.setenv(job_store._HOSTED, "True")
-    run_elastic._ask_if_safe(rank, 3, [5], answers)
+    run_elastic.ask_if_safe(rank, 3, [5], answers)
     assert answers == [None]
     assert store.check(["2"]) == (hosts and rank == 0)

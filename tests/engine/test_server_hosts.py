@@ -202,13 +202,11 @@ def test_the_other_server_takes_over_the_ranks_of_a_lost_one(tmp_path: Path) -> 
     )
 
 
-def test_a_job_whose_servers_do_not_come_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tests.harness.threads.job._WAIT_S", 0.2)
+def test_a_job_whose_servers_do_not_come_says_so(tmp_path: Path) -> None:
     job = made(tmp_path)
     assert job.hosts is not None
     job.hosts.numbers.num_servers = 0  # none is started
+    job.hosts.join_s = 0.2
     with pytest.raises(
         ConfigError,
         match=(

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from moe_ckpt.engine.session import Session
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.events import (
     GradientsLost,
@@ -27,9 +26,8 @@ from moe_ckpt.events import (
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path
 from moe_ckpt.snapshot.folder_contents import read_kept
 from moe_ckpt.types import Phase
-from tests.engine.copies import answer_copies
 from tests.engine.covering import fault_of, rows_of, shape_of
-from tests.engine.damage import drop_snapshots, flip_a_bit_of
+from tests.engine.damage import answer_copies, drop_snapshots, flip_a_bit_of
 from tests.harness.threads.history import Follower
 from tests.harness.threads.job import MOMENTS, Fault, ThreadJob, exact, uninterrupted
 from tests.harness.threads.model import PAIR, Shape
@@ -221,7 +219,7 @@ def test_gradients_that_do_not_arrive_cost_a_snapshot_of_every_rank(
     """
     job = made(tmp_path, iterations=9)
     job.on_worker.append(
-        lambda rank, session: _lose_update_of(3, session) if rank == 1 else None
+        lambda rank, _: _lose_update_of(3, job, rank) if rank == 1 else None
     )
     follower = Follower(job)
     job.observers.append(follower)
@@ -243,7 +241,7 @@ def test_gradients_that_do_not_arrive_cost_a_snapshot_of_every_rank(
     assert "a test lets this copy fail" in job.events(GradientsLost, 1)[0].reason
 
 
-def _lose_update_of(iteration: int, session: Session) -> None:
+def _lose_update_of(iteration: int, job: ThreadJob, rank: int) -> None:
     """Let the copy of this iteration's update fail, once."""
 
     def fail() -> Future[None]:
@@ -252,7 +250,9 @@ def _lose_update_of(iteration: int, session: Session) -> None:
         return failed
 
     answer_copies(
-        session, lambda key: key.startswith(f"update-snapshot-{iteration}-"), fail
+        job.clients[rank],
+        lambda key: key.startswith(f"update-snapshot-{iteration}-"),
+        fail,
     )
 
 
@@ -264,10 +264,12 @@ def test_servers_that_lag_too_far_are_passed_over(tmp_path: Path) -> None:
         held.append(Future())
         return held[0]
 
-    def hold_updates(rank: int, session: Session) -> None:
+    def hold_updates(rank: int, _: object) -> None:
         if rank == 1:
             answer_copies(
-                session, lambda key: key.startswith("update-snapshot-3-"), hold
+                job.clients[rank],
+                lambda key: key.startswith("update-snapshot-3-"),
+                hold,
             )
 
     job.on_worker.append(hold_updates)

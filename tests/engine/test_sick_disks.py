@@ -10,8 +10,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from moe_ckpt.events import CheckpointFailed, CheckpointSaved, WindowPersisted
+from moe_ckpt.snapshot.blobs import BlobFolder, own_path
 from moe_ckpt.types import Phase
 from tests.engine.damage import flip_a_bit_of, let_writes_fail, snapshots_in
 from tests.harness.threads.job import Fault, ThreadJob, exact
@@ -26,7 +27,6 @@ from tests.harness.threads.model import PAIR
 from tests.harness.threads.stops import At, StoppedError, started_again
 from tests.policies.profiles import config
 from tests.small_disk import SmallDisk, small_disk
-from tests.waits import WAIT_S
 
 BROKEN_AT, MENDED_AT, ITERATIONS = 3, 8, 12
 DEATH = Fault(rank=0, phase=Phase.BACKWARD, iteration=6)
@@ -181,22 +181,34 @@ def test_disks_that_fail_in_turn_keep_a_state_that_both_have(tmp_path: Path) -> 
     assert 0 < iteration < BROKEN_AT
 
 
-def writer_that_stands_still(job: ThreadJob, *, since: int, until: int) -> None:
-    goes_on, stands_still = threading.Event(), threading.Event()
+def writer_that_stands_still(
+    job: ThreadJob, stack: ExitStack, *, since: int, until: int
+) -> None:
+    """Let the writer of rank 1 read a pipe from one iteration to another.
+
+    The pipe lies where the writer looks for blobs that are on disk already.
+    """
+    blob = job.folder / "another disk" / "index" / "snapshot-0-0-0.blob"
+    blob.parent.mkdir(parents=True)
+    os.mkfifo(blob)
+    goes_on = ExitStack()
+    stack.enter_context(goes_on)
 
     def stop_writer() -> None:
-        job.daemons[1]._door._disk_thread.submit(
-            lambda: (stands_still.set(), goes_on.wait(WAIT_S))
-        )
-        assert stands_still.wait(WAIT_S)
+        client = job.clients[1]
+        assert client is not None
+        [key, *_] = BlobFolder(own_path(job.memory(1))).keys()
+        client.persist([key], [], blob.parents[1], limit_bytes=None)
+        # returns once the writer reads
+        goes_on.enter_context(blob.open("wb"))
 
     At(job, since, stop_writer)
-    At(job, until, goes_on.set, settles=False)
+    At(job, until, goes_on.close, settles=False)
 
 
 @pytest.mark.parametrize("policy", ["moevement", "gemini"])
 def test_a_slow_disk_gets_its_window_though_later_ones_stay_in_memory(
-    policy: str, tmp_path: Path
+    policy: str, tmp_path: Path, stack: ExitStack
 ) -> None:
     """The write of the window for the disk takes as long as two later windows.
 
@@ -209,7 +221,7 @@ def test_a_slow_disk_gets_its_window_though_later_ones_stay_in_memory(
     job = ThreadJob(
         tmp_path, config(policy, **often, disk_every_iters=8), PAIR, iterations=18
     )
-    writer_that_stands_still(job, since=7, until=13)
+    writer_that_stands_still(job, stack, since=7, until=13)
     exact(job)
     assert not job.events(CheckpointFailed, 1)
     written = [
@@ -220,7 +232,9 @@ def test_a_slow_disk_gets_its_window_though_later_ones_stay_in_memory(
     assert sum(7 < start < 13 for start in written[1]) == 1
 
 
-def test_training_goes_on_while_the_writer_stands_still(tmp_path: Path) -> None:
+def test_training_goes_on_while_the_writer_stands_still(
+    tmp_path: Path, stack: ExitStack
+) -> None:
     """Before each window for the disk, training waits for the writer for `copy_s`.
 
     `copy_s` is half a second here.
@@ -238,7 +252,7 @@ def test_training_goes_on_while_the_writer_stands_still(tmp_path: Path) -> None:
         publisher.waits.copy_s = 0.5
 
     At(job, BROKEN_AT - 1, wait_less)
-    writer_that_stands_still(job, since=BROKEN_AT, until=MENDED_AT)
+    writer_that_stands_still(job, stack, since=BROKEN_AT, until=MENDED_AT)
     exact(job)
     reasons = {event.reason for event in job.events(CheckpointFailed, 1)}
     assert reasons == {"not on disk after 0.5 s"}

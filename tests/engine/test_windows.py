@@ -34,10 +34,9 @@ from moe_ckpt.snapshot.blob_keys import step_key
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path, own_path
 from moe_ckpt.snapshot.codec import SnapshotHeader
 from moe_ckpt.snapshot.token_bucket import BURST_S
-from moe_ckpt.types import Phase, ReadyGradients
-from tests.engine.copies import answer_copies
+from moe_ckpt.types import Phase
 from tests.engine.covering import fault_of, rows_of, shape_of
-from tests.engine.damage import flip_a_bit, rewrite_headers
+from tests.engine.damage import answer_copies, flip_a_bit, rewrite_headers
 from tests.harness.threads.job import (
     MOMENTS,
     Fault,
@@ -415,7 +414,9 @@ def test_logs_of_an_old_window_outlive_a_recovery(tmp_path: Path) -> None:
     def is_held(key: str) -> bool:
         return len(job.struck) == 1 and key.startswith("snapshot-10-")
 
-    job.on_worker.append(lambda _, session: answer_copies(session, is_held, Future))
+    job.on_worker.append(
+        lambda rank, _: answer_copies(job.clients[rank], is_held, Future)
+    )
     assert replayed(exact(job)) == {1: 20}, (
         "twice from the window of iteration 0 to iteration 10"
     )
@@ -526,21 +527,25 @@ def test_a_rank_votes_once_its_peers_hold_the_step(tmp_path: Path) -> None:
     """
     job = made(tmp_path, shape=PAIR, iterations=4)
     job.sends_slowly = True
+    votes: set[tuple[int, int]] = set()
     missing: list[tuple[int, str]] = []
 
-    def look_before_votes(rank: int, session: Session) -> None:
-        prepare = session._state.prepare
+    def look_before_votes(rank: int, _: object) -> None:
+        ranks, page = job.all_ranks[rank], job.pages[rank]
+        barrier = ranks.barrier
 
-        def look_and_prepare(gradients: ReadyGradients) -> None:
-            iteration = job.pages[rank].iteration
-            held = set(BlobFolder(held_path(job.memory(1 - rank), rank)).keys())
-            missing.extend((rank, key) for key in {f"step-{iteration}"} - held)
-            prepare(gradients)
+        def look_and_meet() -> None:
+            if page.phase is Phase.REDUCE:
+                votes.add((rank, page.iteration))
+                held = set(BlobFolder(held_path(job.memory(1 - rank), rank)).keys())
+                missing.extend((rank, key) for key in {f"step-{page.iteration}"} - held)
+            barrier()
 
-        session._state.prepare = look_and_prepare
+        ranks.barrier = look_and_meet  # type: ignore[method-assign]
 
     job.on_worker.append(look_before_votes)
     exact(job)
+    assert votes == {(rank, iteration) for rank in (0, 1) for iteration in range(1, 5)}
     assert missing == []
 
 
@@ -551,8 +556,8 @@ def test_a_rank_whose_vote_a_death_cuts_off_finishes_the_step(tmp_path: Path) ->
     """
     job = made(tmp_path, Fault(rank=1, phase=Phase.STEP, iteration=5))
 
-    def stay_in_the_vote(rank: int, session: Session) -> None:
-        vote = session._ranks.barrier
+    def stay_in_the_vote(rank: int, _: object) -> None:
+        vote = job.all_ranks[rank].barrier
 
         def wait_for_the_cut() -> None:
             vote()
@@ -560,7 +565,7 @@ def test_a_rank_whose_vote_a_death_cuts_off_finishes_the_step(tmp_path: Path) ->
                 vote()
 
         if rank == 0:
-            session._ranks.barrier = wait_for_the_cut  # type: ignore[method-assign]
+            job.all_ranks[0].barrier = wait_for_the_cut  # type: ignore[method-assign]
 
     job.on_worker.append(stay_in_the_vote)
     assert [event.iteration for event in rejoined(exact(job))] == [5, 5, 5]

@@ -148,12 +148,17 @@ def test_a_stage_without_layers_is_refused(options: dict[str, Any], flag: str) -
         require_supported(Namespace(**FINE | options))
 
 
-def test_a_version_that_was_not_tried_is_refused_by_its_name() -> None:
+def test_a_version_that_was_not_tried_is_refused_by_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("megatron.core.__version__", "0.21.0")
+    name = "megatron.training.training"
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))
     with pytest.raises(
         ConfigError,
         match=r"^megatron-core: got 0\.21\.0, wanted 0\.18\.\* or 0\.19\.\*",
     ):
-        seams._tried_version("0.21.0")
+        seams.import_training()
 
 
 WHAT_TO_INSTALL = {
@@ -356,7 +361,7 @@ def test_without_megatron_the_error_names_it(
         r" 'megatron-core>=0\.18,<0\.20'"
     )
     with pytest.raises(ConfigError, match=wanted):
-        run._start(run.parse_run([*options, "train.py"]), cast("Any", None), [])
+        run.start(run.parse_run([*options, "train.py"]), cast("Any", None), [])
 
 
 def test_an_import_that_has_started_cuda_is_refused(

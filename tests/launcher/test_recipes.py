@@ -61,7 +61,7 @@ def _loss_per_token() -> None:
     Micro-batches and ranks then have different numbers of counted tokens.
     """
     _with_options("TransformerConfig", calculate_per_token_loss=True)
-    forward = launcher.loop._forward
+    forward = launcher.loop.forward
 
     def loss_of(
         mask: torch.Tensor, per_token: torch.Tensor
@@ -76,7 +76,7 @@ def _loss_per_token() -> None:
         mask: Any = None if tokens is None else (tokens[:, 1:] >= ord("a")).int()
         return forward(tokens, model), functools.partial(loss_of, mask)
 
-    launcher.loop._forward_step = forward_step
+    launcher.loop.forward_step = forward_step
 
 
 def _frozen_base() -> None:
@@ -84,15 +84,15 @@ def _frozen_base() -> None:
 
     The first stage trains neither its embedding nor a router.
     """
-    build = launcher.model._build_stage
+    model = launcher.model.GPTModel
 
-    def frozen(*arguments: Any) -> torch.nn.Module:
-        stage = build(*arguments)
+    def frozen(*arguments: Any, **options: Any) -> torch.nn.Module:
+        stage = model(*arguments, **options)
         for name, parameter in stage.named_parameters():
             parameter.requires_grad_("experts" in name or "layernorm" in name)
         return stage
 
-    launcher.model._build_stage = frozen
+    launcher.model.GPTModel = frozen
 
 
 def _tokens_further_ahead() -> None:

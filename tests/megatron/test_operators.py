@@ -760,15 +760,15 @@ def test_every_parameter_of_megatrons_mtp_module_is_located() -> None:
 
 
 def _freeze_what_a_script_has_frozen() -> None:
-    build = launcher.model._build_stage
+    model = launcher.model.GPTModel
 
-    def frozen(*arguments: Any) -> torch.nn.Module:
-        stage = build(*arguments)
+    def frozen(*arguments: Any, **options: Any) -> torch.nn.Module:
+        stage = model(*arguments, **options)
         for name, parameter in stage.named_parameters():
             parameter.requires_grad_("experts" in name)
         return stage
 
-    launcher.model._build_stage = frozen
+    launcher.model.GPTModel = frozen
     state, _ = build_stage("parallel.pp=1")
     operators = RankOperators(state)
     before = {

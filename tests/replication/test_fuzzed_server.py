@@ -112,6 +112,6 @@ def send_all(address: Address, requests: Sequence[Message | bytes]) -> None:
     with contextlib.closing(link), contextlib.suppress(OSError):
         for request in requests:
             if isinstance(request, bytes):
-                link._socket.sendall(request)
+                link.send_stream(memoryview(request), lambda _: None)
             else:
                 link.send(request)

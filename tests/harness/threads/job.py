@@ -198,6 +198,7 @@ class _Hosts:
         self._capture = capture
         self._running: dict[int, tuple[CopyServer, MirrorCapture | None]] = {}
         self._num_started = 0
+        self.join_s = _WAIT_S  # as runtime.join_s
 
     def start(self) -> None:
         """Start one more server, with an empty memory, under the first free number."""
@@ -237,7 +238,7 @@ class _Hosts:
         rules = ServerRules(
             num_servers=config.server_hosts,
             copies=config.server_copies,
-            join_s=_WAIT_S,
+            join_s=self.join_s,
             wait_s=config.server_wait_s,
         )
         return ServerHosts(self.store, TICKET, rules)
@@ -568,7 +569,9 @@ class ThreadJob:
         self.digests: dict[int, dict[int, str]] = {}
         self._losses: dict[int, float] = {}
         self.daemons: dict[int, Daemon] = {}
-        self._clients: dict[int, DaemonClient | None] = {}
+        # of each rank's present worker
+        self.clients: dict[int, DaemonClient | None] = {}
+        self.all_ranks: dict[int, ThreadRanks] = {}
         self.hosts = None
         if isinstance(config, FlowcheckConfig) and config.on_hosts:
             self.hosts = _Hosts(folder, config, self._begin_capture)
@@ -694,7 +697,7 @@ class ThreadJob:
             publisher.has_copies(window.snapshots)
         tier.finish_persisting()
         if self._has_servers:
-            client = self._clients[rank]
+            client = self.clients[rank]
             assert client is not None
             client.copy([]).result(_WAIT_S)  # ends after all earlier copies
 
@@ -774,7 +777,7 @@ class ThreadJob:
             self._generations.fail(error)
 
     def _train(self, rank: int, closing: contextlib.ExitStack) -> str:
-        ranks = ThreadRanks(rank, self._killed[rank])
+        ranks = self.all_ranks[rank] = ThreadRanks(rank, self._killed[rank])
         stage_ranks = ThreadRanks(rank % self.shape.dp, self._killed[rank])
         page = self.pages[rank]
         rendezvous = _Rendezvous(rank, self._generations, page, ranks, stage_ranks)
@@ -789,7 +792,7 @@ class ThreadJob:
             _Training(self, rank, model, None, lambda _: None, events, ranks).run(0, [])
             return model.digest()
         elastic = self._elastic(rank, page)
-        self._clients[rank] = elastic.daemon
+        self.clients[rank] = elastic.daemon
         if elastic.daemon:
             closing.callback(elastic.daemon.close)
         session = self._session(rank, model, ranks, stage_ranks, elastic, events)
