@@ -53,7 +53,8 @@ from moe_ckpt.megatron.groups import shard_identity, stage_group
 from moe_ckpt.megatron.operators import RankOperators
 from moe_ckpt.megatron.pipeline import StageCommunicator
 from moe_ckpt.megatron.read_batches import ReadBatches
-from moe_ckpt.megatron.replay import StageReplay, require_replayable
+from moe_ckpt.megatron.replay import StageReplay
+from moe_ckpt.megatron.replayable import require_replayable
 from moe_ckpt.megatron.router import RouterCounts, router_top_k
 from moe_ckpt.megatron.schedule import lengths_of, settle_lengths
 from moe_ckpt.megatron.state import TrainingState, allocate_optimizer_state, small_state

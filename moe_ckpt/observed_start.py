@@ -16,6 +16,7 @@ from pathlib import Path
 
 import wrapt
 
+from moe_ckpt import loop_names
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.observation import Order, read_order
 
@@ -23,11 +24,6 @@ LINE = "from moe_ckpt.observed_start import enter; enter(__file__)\n"
 """The content of `sitecustomize.py`."""
 
 NAME = "sitecustomize"
-_LOOPS = {
-    "megatron.training.training": "megatron-lm",
-    "megatron.bridge.training.pretrain": "megatron-bridge",
-    "swift.megatron.trainers.base": "ms-swift",
-}
 
 
 def enter(own_path: str) -> None:
@@ -37,8 +33,10 @@ def enter(own_path: str) -> None:
         own_path: The path of the `sitecustomize.py` that runs this function.
     """
     if order := read_order():
-        for module, loop in _LOOPS.items():
-            wrapt.register_post_import_hook(partial(_observe_loop, loop, order), module)
+        for loop, modules in loop_names.LOOPS.items():
+            wrapt.register_post_import_hook(
+                partial(_observe_loop, loop, order), modules.entry
+            )
     _run_next(Path(own_path).parent)
 
 

@@ -34,6 +34,7 @@ from moe_ckpt.config import require
 from moe_ckpt.elastic.torchrun import Launch, is_launched, read_launch, write_error_file
 from moe_ckpt.errors import ConfigError, MoeCkptError
 from moe_ckpt.exactness import BITWISE
+from moe_ckpt.loop_names import LOOPS
 from moe_ckpt.run_settings import Command, RunSettings, parse_run
 
 if TYPE_CHECKING:
@@ -41,11 +42,6 @@ if TYPE_CHECKING:
     from moe_ckpt.run_elastic import Worker
 
 _FAILED = 1
-_LOOPS = (
-    "megatron.training.training",
-    "megatron.bridge.training.train",
-    "swift.megatron.trainers.base",
-)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -172,7 +168,7 @@ def _require_outermost() -> None:
     """Raise ConfigError in a program that already runs under moe_ckpt.run."""
     from moe_ckpt.integrations.loop_seams import is_attached  # noqa: PLC0415
 
-    loops = [sys.modules.get(name) for name in _LOOPS]
+    loops = [sys.modules.get(modules.training) for modules in LOOPS.values()]
     wanted = "one attachment a process: this program runs under moe_ckpt.run already"
     require(not any(map(is_attached, loops)), "moe_ckpt.run", "a second one", wanted)
 

@@ -36,6 +36,7 @@ from moe_ckpt.config_keys import from_keys, keys_of
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.faults.schedule import StateLoss
 from moe_ckpt.job_config import JobConfig
+from moe_ckpt.loop_names import LOOPS
 
 T = TypeVar("T")
 
@@ -44,10 +45,7 @@ _DESCRIPTION = (
     " fault tolerance.\n\n"
     "    torchrun --nproc-per-node=N -m moe_ckpt.run [OPTIONS] -- SCRIPT ARGUMENTS"
 )
-LOOPS = ("megatron-lm", "megatron-bridge", "ms-swift")
-"""The training loops to which the command can attach."""
-
-_DEFAULT_POLICY, _DEFAULT_LOOP = "moevement", LOOPS[0]
+_DEFAULT_POLICY, _DEFAULT_LOOP = "moevement", "megatron-lm"
 _SECTIONS = ("ckpt", "runtime", "parallel", "run")
 _CHECKS = get_type_hints(CheckConfig)
 _OWN_KEYS = {
@@ -128,7 +126,7 @@ def parse_run(arguments: Sequence[str]) -> RunSettings:
     )
     policy = parsed.ckpt or changes["ckpt"].pop("policy", _DEFAULT_POLICY)
     loop = parsed.loop or _DEFAULT_LOOP
-    require_choice("--loop", loop, LOOPS)
+    require_choice("--loop", loop, list(LOOPS))
     require_choice("--ckpt", policy, list(CKPT_CONFIGS))
     ckpt = _merged_section(
         _read_defaults("ckpt", policy), {**changes["ckpt"], "policy": policy}

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import sys
 
+from moe_ckpt import loop_names
 from moe_ckpt.refused_imports import RefusedImports
 
-BRIDGE, SWIFT = "megatron.bridge.training.train", "swift.megatron.trainers.base"
-_ATTACHED = {"megatron-bridge": BRIDGE, "ms-swift": SWIFT}
+BRIDGE = loop_names.LOOPS["megatron-bridge"].training
+SWIFT = loop_names.LOOPS["ms-swift"].training
 LOOPS = {  # a loop's module: the loop's name, and the wanted alternative
     BRIDGE: ("Megatron-Bridge's training loop", "--loop megatron-bridge"),
     "megatron.bridge.training.train_megatron_mimo": (
@@ -33,9 +34,8 @@ def refuse_other_loops(attached: str) -> None:
     Raises:
         ConfigError: Another loop is imported already.
     """
-    others = {
-        name: words for name, words in LOOPS.items() if name != _ATTACHED.get(attached)
-    }
+    own = loop_names.LOOPS[attached].training
+    others = {name: words for name, words in LOOPS.items() if name != own}
     refused = RefusedImports(
         {
             name: (

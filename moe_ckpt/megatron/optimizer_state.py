@@ -39,7 +39,11 @@ _SCALED = (
 
 
 def decode(payload: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """Return stored values as float32, in memory of their own."""
+    """Return stored values as float32, in memory of their own.
+
+    Transformer Engine's FP8 payloads are bytes without a type, which are not decoded.
+    """
+    assert payload.is_floating_point(), payload.dtype
     values = payload.to(torch.float32, copy=True)
     is_scaled = payload.dtype in (torch.float16, torch.float8_e4m3fn)
     return values.mul_(scale) if scale is not None and is_scaled else values

@@ -25,7 +25,7 @@ from moe_ckpt.megatron.fp8_parameters import (
     scales_of,
 )
 from moe_ckpt.megatron.initial_weights import synchronize_fresh
-from moe_ckpt.megatron.replay import require_replayable
+from moe_ckpt.megatron.replayable import require_replayable
 from moe_ckpt.standins.fp8_tensors import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,

@@ -18,11 +18,8 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from moe_ckpt.errors import ConfigError, DataError, PeersLostError
 from moe_ckpt.megatron.operators import RankOperators
-from moe_ckpt.megatron.replay import (
-    StageReplay,
-    forget_shared_experts,
-    require_replayable,
-)
+from moe_ckpt.megatron.replay import StageReplay, forget_shared_experts
+from moe_ckpt.megatron.replayable import require_replayable
 from moe_ckpt.megatron.state import TrainingState, digest_of, named_state, small_state
 from moe_ckpt.megatron.state_wiper import StateWiper
 from moe_ckpt.megatron.step import clear_gradients, finish_gradients
