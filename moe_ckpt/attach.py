@@ -41,7 +41,7 @@ from moe_ckpt.elastic.process_groups import CPU_BACKEND
 from moe_ckpt.engine.assembly import InMemoryAssembly
 from moe_ckpt.engine.computed_snapshots import NOTHING_COMPUTED
 from moe_ckpt.engine.inputs import Inputs
-from moe_ckpt.engine.interfaces import RankAdapter, StagePlace
+from moe_ckpt.engine.interfaces import RankAdapter, RankPosition
 from moe_ckpt.engine.session import LeftState, Session
 from moe_ckpt.engine.token_account import TokenRate
 from moe_ckpt.events import CourseChanged, EventLog
@@ -254,9 +254,9 @@ def _rank_adapter(
     stage = StageReplay(
         state, operators, loop.communicator, loop.forward_backward, loop.batches
     )
-    place = _place(identity, loop.communicator, cpu_backend)
+    position = _position(identity, loop.communicator, cpu_backend)
     num_neighbours = sum(
-        rank is not None for rank in (place.previous_rank, place.next_rank)
+        rank is not None for rank in (position.previous_rank, position.next_rank)
     )
     sent_bytes = loop.communicator.tensor_bytes(
         loop.micro_batch_size * loop.sequence_length
@@ -278,7 +278,7 @@ def _rank_adapter(
             "virtual stages: no boundary log, after a fault all stages go back together"
         )
     return RankAdapter(
-        place=place,
+        position=position,
         stage=stage,
         operators=operators,
         communicator=loop.communicator,
@@ -297,11 +297,11 @@ def _rank_adapter(
     )
 
 
-def _place(
+def _position(
     identity: RunIdentity, communicator: StageCommunicator, cpu_backend: str
-) -> StagePlace:
+) -> RankPosition:
     shard, layout = shard_identity(), identity.layout
-    return StagePlace(
+    return RankPosition(
         identity=identity,
         shard=shard,
         ranks=TorchRanks(),

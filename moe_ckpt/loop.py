@@ -436,7 +436,7 @@ class WorkerProcess(Protocol):
 
     @property
     def launch(self) -> Launch:
-        """This rank's place in the job."""
+        """This rank's position in the job."""
         ...
 
     @property
@@ -558,7 +558,7 @@ def start_rank(
 
     Args:
         job: The settings. `runtime.guard` and the policy choose between the two.
-        launch: This rank's place in the job.
+        launch: This rank's position in the job.
         work: Trains, in each worker.
         beside: May start processes that live at most as long as the supervisor.
 
@@ -666,7 +666,7 @@ def choose_device(
 
     Args:
         job: The settings.
-        launch: This rank's place in the job.
+        launch: This rank's position in the job.
         use_cpu: As in `run_worker`.
 
     Raises:

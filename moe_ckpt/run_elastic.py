@@ -113,7 +113,7 @@ class RankPlace:
     """The place of a supervised rank: launch, folder in shared memory, node and job."""
 
     launch: Launch
-    """The rank's place in the job."""
+    """The rank's position in the job."""
 
     memory: Path
     """The rank's folder in shared memory."""
@@ -174,7 +174,7 @@ class Worker:
 
     @property
     def launch(self) -> Launch:
-        """This rank's place in the job."""
+        """This rank's position in the job."""
         return self.place.launch
 
     @property
@@ -366,7 +366,7 @@ def run_elastic(
 
     Args:
         job: The settings.
-        launch: This rank's place in the job.
+        launch: This rank's position in the job.
         work: Trains in a forked process, and returns its exit status. After an
             exception that is a fault of the hardware, the supervisor replaces the
             process. A MoeCkptError is printed as one message.
@@ -636,7 +636,7 @@ def how_ended(launch: Launch, status: int) -> Ended:
     """Return how a supervisor ends with an exit status.
 
     Args:
-        launch: The rank's place in the job.
+        launch: The rank's position in the job.
         status: The exit status.
 
     Returns:

@@ -88,7 +88,7 @@ def use_gpu(launch: Launch, wanted: str, *, share_gpus: bool = False) -> None:
     rank 0 prints a warning.
 
     Args:
-        launch: The rank's place in the job.
+        launch: The rank's position in the job.
         wanted: `runtime.backend`.
         share_gpus: `runtime.share_gpus`: several ranks share a GPU, on one node.
 

@@ -194,7 +194,7 @@ class ElasticGroup(dist.ProcessGroup):
 
         Args:
             members: The name of the group's members, the same on all of them.
-            own: This process's place in the group.
+            own: This process's position in the group.
             size: The number of members.
             transport: The backend of the inner groups.
             groups: All handles of this process.

@@ -54,7 +54,7 @@ class InMemoryTier:
         self.logs = IterationLogs(config, parts)
         self._strict = config.strict
         self.recovers_locally = config.recovers_locally
-        self._place = parts.adapter.place
+        self._position = parts.adapter.position
         self._stage = parts.adapter.stage
         self._operators = parts.adapter.operators
         self._memory = parts.memory
@@ -206,7 +206,7 @@ class InMemoryTier:
         # are collective
         facts = {"num_kept": len(windows), "has_state": has_state}
         all_have = reduce_extremes(
-            self._place.ranks, self._place.device, largest={}, smallest=facts
+            self._position.ranks, self._position.device, largest={}, smallest=facts
         )
         if all_have["has_state"] and not to_disk:
             self.logs.drop_old()

@@ -95,7 +95,7 @@ class PartialRecovery:
     ) -> None:
         assert parts.account is not None, "units go with an account of lost tokens"
         self.copies = CopySurvey(parts, elastic, NoSource())
-        self._place = parts.adapter.place
+        self._position = parts.adapter.position
         self._stage = parts.adapter.stage
         self._operators = parts.adapter.operators
         self._boost = parts.adapter.boost
@@ -126,7 +126,7 @@ class PartialRecovery:
         with self._units(stocks) as (plan, units):
             fetch_s, places = (
                 time.monotonic() - started_s,
-                plan.sources[self._place.shard.global_rank],
+                plan.sources[self._position.shard.global_rank],
             )
             fetched = [
                 unit.header
@@ -224,13 +224,13 @@ class PartialRecovery:
         """
         owners = sorted(held_paths(self._elastic.memory)) if held else []
         return gather_results(
-            self._place.ranks,
+            self._position.ranks,
             lambda: self._my_stock(places, owners),
             CheckpointLoadError,
         )
 
     def _my_stock(self, places: Sequence[str], owners: Sequence[int]) -> _Stock:
-        mine = self._place.shard.global_rank
+        mine = self._position.shard.global_rank
         # a death during publication leaves only some units of a snapshot: the core
         # contains the complete number
         whole = {
@@ -278,12 +278,12 @@ class PartialRecovery:
                 # of another rank only the number is known here: that rank compares the
                 # shard after the fetch
                 shard = (
-                    self._place.shard
-                    if owner == self._place.shard.global_rank
+                    self._position.shard
+                    if owner == self._position.shard.global_rank
                     else unit.header.shard
                 )
                 if shard.global_rank == owner:
-                    verify(unit, identity=self._place.identity, shard=shard)
+                    verify(unit, identity=self._position.identity, shard=shard)
                     yield unit
             except CheckpointLoadError as error:
                 # passed over, not raised: another place may have the same version
@@ -314,7 +314,7 @@ class PartialRecovery:
                 if plan is None:
                     raise NothingLeftError(_nothing_common(inventories))
                 fetch = functools.partial(self._fetch, plan, stocks, folder)
-                found = gather_results(self._place.ranks, fetch, CheckpointLoadError)
+                found = gather_results(self._position.ranks, fetch, CheckpointLoadError)
                 if not any(found):
                     yield plan, self._get(plan, folder)
                     return
@@ -344,7 +344,7 @@ class PartialRecovery:
         # drop the units of a place that failed, or of a worker that died in a recovery:
         # damaged leftovers must not fail another place
         folder.clear()
-        mine = self._place.shard.global_rank
+        mine = self._position.shard.global_rank
         sources = plan.sources[mine]
         for holder, stock in enumerate(stocks):
             place = _memory_of(holder)
@@ -372,7 +372,11 @@ class PartialRecovery:
                 # verify here, while another plan is still possible: `_load` overwrites
                 # the state
                 for unit in read_units(folder).values():
-                    verify(unit, identity=self._place.identity, shard=self._place.shard)
+                    verify(
+                        unit,
+                        identity=self._position.identity,
+                        shard=self._position.shard,
+                    )
             except CheckpointLoadError as error:
                 _log.warning(
                     "rank %d cannot have its units in the %s: %s", mine, place, error
@@ -382,7 +386,7 @@ class PartialRecovery:
 
     def _get(self, plan: UnitRecovery, folder: BlobFolder) -> dict[str, Snapshot]:
         """Return this rank's units of the plan, all of them local and verified."""
-        sources = plan.sources[self._place.shard.global_rank]
+        sources = plan.sources[self._position.shard.global_rank]
         places = {
             place: self._found_in(place)
             for place in _LEVELS
@@ -419,10 +423,12 @@ class PartialRecovery:
             if unit.header.unit and name != CORE
         }
         gathered = gather_results(
-            self._place.ranks, lambda: (self._place.stage, mine), CheckpointLoadError
+            self._position.ranks,
+            lambda: (self._position.stage, mine),
+            CheckpointLoadError,
         )
         of_stage = [
-            of_rank for stage, of_rank in gathered if stage == self._place.stage
+            of_rank for stage, of_rank in gathered if stage == self._position.stage
         ]
         seen = {
             name: tokens for of_rank in of_stage for name, tokens in of_rank.items()
@@ -430,8 +436,8 @@ class PartialRecovery:
         loss = self._account.restore(_facts(parts, ACCOUNT), seen)
         self._count_anew()
         lost = gather_results(
-            self._place.ranks,
-            lambda: (self._place.stage, self._account.lost),
+            self._position.ranks,
+            lambda: (self._position.stage, self._account.lost),
             CheckpointLoadError,
         )
         of_stages: dict[int, IntArray] = dict(lost)

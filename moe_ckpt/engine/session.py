@@ -374,7 +374,7 @@ class Session:
     def step_committed(self, iteration: int) -> None:
         # NCCL has only queued the gather of weights, which may still fail
         if self._in_memory:
-            self._in_memory.parts.adapter.place.stage_ranks.confirm()
+            self._in_memory.parts.adapter.position.stage_ranks.confirm()
         self._state.be_at(iteration)
         self._enter_phase(Phase.SNAPSHOT)
         if self._in_memory:

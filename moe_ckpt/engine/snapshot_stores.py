@@ -46,7 +46,7 @@ class SnapshotStore:
     """
 
     def __init__(self, parts: RankParts) -> None:
-        self._place = parts.adapter.place
+        self._position = parts.adapter.position
         self._stage = parts.adapter.stage
         self._operators = parts.adapter.operators
         self._account = parts.account
@@ -56,7 +56,7 @@ class SnapshotStore:
         # a generation has one table, gathered when the generation begins
         table = self._operators.table
         self._names = [str(operator) for operator in table.operators]
-        mine = table.full_bytes[parts.adapter.place.stage_ranks.rank]
+        mine = table.full_bytes[parts.adapter.position.stage_ranks.rank]
         self._owned = frozenset(
             position for position, nbytes in enumerate(mine.tolist()) if nbytes
         )
@@ -167,8 +167,8 @@ class SnapshotStore:
         self, plan: SlotPlan, unit: UnitPlan, seen_tokens: int
     ) -> SnapshotRequest:
         header = SnapshotHeader(
-            identity=self._place.identity,
-            shard=self._place.shard,
+            identity=self._position.identity,
+            shard=self._position.shard,
             iteration=plan.iteration,
             window_start=plan.window_start,
             slot=plan.slot,

@@ -66,7 +66,7 @@ class WindowAgreement:
             parts.memory.publisher, parts.events, strict=config.strict
         )
         self._config = config
-        self._place = parts.adapter.place
+        self._position = parts.adapter.position
         self._memory = parts.memory
         self._meter = parts.meter
         self._events = parts.events
@@ -189,12 +189,12 @@ class WindowAgreement:
         dropped a damaged window from all disks.
         """
         of_each = gather_results(
-            self._place.ranks, self._store.on_disk, CheckpointSaveError
+            self._position.ranks, self._store.on_disk, CheckpointSaveError
         )
         # if disks have no window in common, older windows lead nowhere, and would fill
         # this disk
         common = (
-            frozenset[int].intersection(*of_each) or of_each[self._place.ranks.rank]
+            frozenset[int].intersection(*of_each) or of_each[self._position.ranks.rank]
         )
         return max(common, default=None)
 
@@ -231,8 +231,8 @@ class WindowAgreement:
         # one reduction, at a point where ranks have just met for the norm: each small
         # collective waits for the slowest rank
         return reduce_extremes(
-            self._place.ranks,
-            self._place.device,
+            self._position.ranks,
+            self._position.device,
             largest={
                 "iteration_s": meter.iteration_s(),
                 "iters_since_quiet": meter.iters_since_quiet,

@@ -94,7 +94,7 @@ class ServerStates:
         assert parts.memory.publisher is not None, (
             "checkpoint servers live beside supervised ranks"
         )
-        self._place = parts.adapter.place
+        self._position = parts.adapter.position
         self._operators = parts.adapter.operators
         self._mirror_port = mirror
         self._sums: tuple[MirroredSums, ...] = ()
@@ -133,8 +133,8 @@ class ServerStates:
         progress = self._stream.progress()
         self._log_works()
         agreed = reduce_extremes(
-            self._place.ranks,
-            self._place.device,
+            self._position.ranks,
+            self._position.device,
             largest={"lost": bool(progress.lost)},
             smallest={"completed": progress.completed},
         )
@@ -144,7 +144,7 @@ class ServerStates:
         if is_cut:
             reason = progress.lost or "the servers of another rank lack some"
             self._events.append(GradientsLost(iteration=iteration, reason=reason))
-            if self._place.ranks.rank == 0:
+            if self._position.ranks.rank == 0:
                 _log.warning(
                     "iteration %d: servers get a whole snapshot, not gradients: %s",
                     iteration,
@@ -229,7 +229,7 @@ class ServerStates:
         # on all ranks or on none: a recovery needs the states of one iteration from all
         # servers
         agreed = reduce_extremes(
-            self._place.ranks, self._place.device, largest={}, smallest=has_base
+            self._position.ranks, self._position.device, largest={}, smallest=has_base
         )
         if base is None or not agreed["base"]:
             return False
@@ -269,7 +269,7 @@ class ServerStates:
         snapshot that follows goes to the servers now in use, or to the training nodes'
         own servers.
         """
-        changed = self._holders.agree(self._place.ranks)
+        changed = self._holders.agree(self._position.ranks)
         if changed is None:
             return
         self._events.append(changed)

@@ -1,4 +1,4 @@
-"""This rank's place in the job, and the ranks that share parameters with this rank."""
+"""A rank's position in the job, and the ranks that share parameters with the rank."""
 
 from __future__ import annotations
 

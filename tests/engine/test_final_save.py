@@ -63,7 +63,7 @@ def limit_disk(job: ThreadJob, rank: int, limit_bytes: int) -> None:
         path=str(job.disk(rank)),
         limit_bytes=limit_bytes,
         identity=job.identity,
-        shard=job.in_memory(rank).parts.adapter.place.shard,
+        shard=job.in_memory(rank).parts.adapter.position.shard,
     )
     write_save_target(job.memory(rank), target)
 
