@@ -96,7 +96,7 @@ from moe_ckpt.megatron.step import (
 )
 from moe_ckpt.plain_worker import PlainWorker
 from moe_ckpt.ports import TrainingHooks
-from moe_ckpt.run_elastic import RankPlace, run_elastic
+from moe_ckpt.run_elastic import SupervisedRank, run_elastic
 from moe_ckpt.run_folder import RunFolder, require_lasting
 from moe_ckpt.standins import gpu
 from moe_ckpt.types import ParallelLayout, Phase, ReadyGradients, RunIdentity
@@ -552,7 +552,7 @@ def start_rank(
     launch: Launch,
     work: Callable[[WorkerProcess], object],
     *,
-    beside: Callable[[RankPlace], None] = lambda _: None,
+    beside: Callable[[SupervisedRank], None] = lambda _: None,
 ) -> int:
     """Run one rank of a job: supervise the rank's workers, or train in this process.
 

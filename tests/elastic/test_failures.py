@@ -25,7 +25,7 @@ from moe_ckpt.elastic.failures import (
 from moe_ckpt.elastic.torchrun import Launch
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.job_config import JobConfig
-from moe_ckpt.run_elastic import RankPlace, Worker
+from moe_ckpt.run_elastic import SupervisedRank, Worker
 from moe_ckpt.run_folder import RunFolder
 from moe_ckpt.run_settings import runtime_config
 from tests.harness.gloo.processes import Child
@@ -191,8 +191,8 @@ def work_in(memory: Path, work: Callable[[Worker], int]) -> None:
     job = JobConfig(
         ckpt=config_of("moevement"), runtime=runtime_config(), folder=folder
     )
-    place = RankPlace(launch=launch, memory=memory, **facts)
-    sys.exit(run_elastic._work(work, Worker(job, place, 0)))
+    supervised = SupervisedRank(launch=launch, memory=memory, **facts)
+    sys.exit(run_elastic._work(work, Worker(job, supervised, 0)))
 
 
 def test_a_fault_that_cannot_be_written_down_is_a_death(
