@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from moe_ckpt.megatron.places import bare_model
+from moe_ckpt.megatron.operator_names import bare_model
 from moe_ckpt.snapshot.codec import ShardIdentity
 
 

@@ -33,6 +33,7 @@ from moe_ckpt.config import require
 from moe_ckpt.errors import DataError
 from moe_ckpt.megatron import fp8_parameters
 from moe_ckpt.megatron.groups import shared_embedding
+from moe_ckpt.megatron.operator_names import bare_model, is_grouped
 from moe_ckpt.megatron.operators import RankOperators
 from moe_ckpt.megatron.optimizer_state import holds_masters
 from moe_ckpt.megatron.overlapped import (
@@ -41,7 +42,6 @@ from moe_ckpt.megatron.overlapped import (
     mark_gathered,
 )
 from moe_ckpt.megatron.pipeline import StageCommunicator
-from moe_ckpt.megatron.places import bare_model, is_grouped
 from moe_ckpt.megatron.read_batches import ReadBatches
 from moe_ckpt.megatron.state import (
     TrainingState,

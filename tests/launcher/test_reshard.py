@@ -39,8 +39,8 @@ from moe_ckpt.events import (
     read_events,
 )
 from moe_ckpt.megatron.durable import MegatronDurableState
+from moe_ckpt.megatron.operator_names import bare_model
 from moe_ckpt.megatron.operators import RankOperators
-from moe_ckpt.megatron.places import bare_model
 from moe_ckpt.megatron.reshard import reseed
 from moe_ckpt.megatron.state import TrainingState, named_state, sharded_state
 from moe_ckpt.types import ParallelLayout

@@ -1,4 +1,4 @@
-"""Operators have a place in the whole model, and each byte has exactly one owner.
+"""Operators have a position in the whole model, and each byte has exactly one owner.
 
 Loaded pieces restore the whole state.
 """
@@ -25,8 +25,8 @@ from launcher.model import transformer_config
 from moe_ckpt.errors import CheckpointLoadError, ConfigError
 from moe_ckpt.megatron.fp8_parameters import is_fp8_parameter
 from moe_ckpt.megatron.groups import shard_identity, stage_group
+from moe_ckpt.megatron.operator_names import bare_model, front_to_back, locate
 from moe_ckpt.megatron.operators import RankOperators
-from moe_ckpt.megatron.places import bare_model, front_to_back, locate
 from moe_ckpt.megatron.state import TrainingState, named_state, sharded_state
 from moe_ckpt.megatron.state_wiper import StateWiper
 from moe_ckpt.megatron.step import apply_update, clear_gradients, unscale_gradients
