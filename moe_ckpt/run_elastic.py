@@ -464,7 +464,7 @@ def _work(work: Callable[[Worker], int], worker: Worker) -> int:
                 return _FAILED
             raise
         # by this file the supervisor detects whether a replacement repeats the
-        # exception at the same place
+        # exception at the same location
         try:
             write_failure(
                 worker.supervised.failure, failure_of(error, worker.page.iteration)

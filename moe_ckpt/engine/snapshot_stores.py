@@ -235,8 +235,8 @@ class SnapshotStore:
     def _facts(self, plan: SlotPlan, account: TokenAccount) -> list[Piece]:
         """Return the parts of the core beside operators."""
         facts = {
-            # part of the core: otherwise a partial checkpoint would need a step log in
-            # the same places
+            # part of the core: otherwise a partial checkpoint would need a step log on
+            # the same levels
             START: self._stage.begin(plan.iteration + 1),
             ACCOUNT: account.as_tensors(),
             # a replacement's policy has no history: Dynamic-K goes on from these facts,

@@ -39,7 +39,7 @@ _TARGET = "save_target"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveTarget:
-    """The place of a rank's last save, and the windows that belong there."""
+    """The folder of a rank's last save, and the windows that belong there."""
 
     path: str
     """Folder of the rank on the rank's disk."""

@@ -283,14 +283,14 @@ def _put_together(name: str, parts: list[Part]) -> Raw:
     )
     for part in parts:
         assert part.shape == whole.shape, name
-        place = tuple(
+        region = tuple(
             slice(start, start + size)
             for start, size in zip(part.offset, part.bits.shape, strict=True)
         )
-        assert np.array_equal(whole[place][known[place]], part.bits[known[place]]), (
+        assert np.array_equal(whole[region][known[region]], part.bits[known[region]]), (
             f"{name}: copies differ"
         )
-        whole[place], known[place] = part.bits, True
+        whole[region], known[region] = part.bits, True
     assert known.all(), f"{name}: incomplete"
     return whole
 

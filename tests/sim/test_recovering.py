@@ -112,8 +112,10 @@ def test_lost_processes_are_planned_for_as_by_all_ranks(
 def test_lost_nodes_are_planned_for_as_by_all_ranks(
     nodes: set[int], before: set[int], logs: bool
 ) -> None:
-    ranks = [2 * node + place for node in nodes for place in (0, 1)]
-    unreplicated = frozenset(2 * node + place for node in before for place in (0, 1))
+    ranks = [2 * node + local_index for node in nodes for local_index in (0, 1)]
+    unreplicated = frozenset(
+        2 * node + local_index for node in before for local_index in (0, 1)
+    )
     lost = losses(*ranks, bare=True, unreplicated=unreplicated)
     assert planned(SETUP, LOCAL if logs else NO_LOGS, lost) == planned_by_all(
         lost, boundary_log=logs

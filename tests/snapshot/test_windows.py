@@ -327,11 +327,11 @@ ELSEWHERE = [((3, 0, 2), {}), ((1, 0, 3), {}), ((1, 2, 2), {}), ((1, -1, 2), {})
 MISNUMBERED = [((1, 1, 2), {"iteration": 1}), ((1, 1, 2), {"window_start": 0})]
 
 
-@pytest.mark.parametrize(("place", "wrong"), [*ELSEWHERE, *MISNUMBERED])
+@pytest.mark.parametrize(("slot_of_window", "wrong"), [*ELSEWHERE, *MISNUMBERED])
 def test_a_snapshot_that_does_not_belong_is_a_bug(
-    place: tuple[int, int, int], wrong: dict[str, int]
+    slot_of_window: tuple[int, int, int], wrong: dict[str, int]
 ) -> None:
-    memory, snapshot = SnapshotMemory(pool(), 1), snapshot_of(pool(), place)
+    memory, snapshot = SnapshotMemory(pool(), 1), snapshot_of(pool(), slot_of_window)
     memory.begin(Version(epoch=0, iteration=1), 2)
     with pytest.raises(AssertionError):
         memory.add(
