@@ -306,13 +306,13 @@ class StageRecovery:
 
     def _usable(self, window: Window, *, by_headers: bool) -> WindowRef | None:
         """Check a window of this rank, and drop the window if damaged."""
-        steps_to = self._memory.steps.reaches(window.start + 1)
+        replayable_to = self._memory.steps.reaches(window.start + 1)
         try:
             return verified_window(
                 window.snapshots,
                 self._position.identity,
                 self._position.shard,
-                steps_to,
+                replayable_to,
                 by_headers=by_headers,
             )
         except CheckpointLoadError as error:
@@ -352,9 +352,7 @@ class StageRecovery:
         cut = cut_of(contents)
 
         def reach(iteration: int) -> None:
-            progress(
-                ReplayedState(states=rollback.states, cut=cut, iteration=iteration)
-            )
+            progress(ReplayedState(span=rollback.span, cut=cut, iteration=iteration))
 
         if rollback.resumed_at is None:
             # the window is about to replace the state of an earlier replay

@@ -273,10 +273,10 @@ class WindowSources:
         if rollback is None:
             return
         usable = self._usable(folder, self._position.shard.global_rank, target)
-        found = [window for window in usable if window.states == rollback.states]
-        if not any(window.steps_to >= target for window in found):
+        found = [window for window in usable if window.span == rollback.span]
+        if not any(window.replayable_to >= target for window in found):
             raise CheckpointLoadError(
-                f"no window of {rollback.states} that leads to iteration {target}"
+                f"no window of {rollback.span} that leads to iteration {target}"
             )
 
     def _fetch_from(self, fetch: Fetch, folder: BlobFolder) -> int:

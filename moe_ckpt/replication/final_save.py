@@ -124,10 +124,10 @@ def saved_iterations(rank_folder: Path) -> list[int]:
     for window in group_windows(kept.snapshots):
         if not window.complete:
             continue
-        steps_to = steps.reaches(window.start + 1)
+        replayable_to = steps.reaches(window.start + 1)
         try:
             ref = verified_window(
-                window.snapshots, target.identity, target.shard, steps_to
+                window.snapshots, target.identity, target.shard, replayable_to
             )
         except CheckpointLoadError as error:
             _log.warning("on disk, and of no use to a start: %s", error)

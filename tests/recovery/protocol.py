@@ -190,13 +190,16 @@ class RankWindows(NamedTuple):
     windows: frozenset[int] = frozenset()
     """Starts of the windows."""
 
-    steps_to: int = 0
+    replayable_to: int = 0
     """Last iteration of the rank's step log in this memory."""
 
     def refs(self) -> tuple[WindowRef, ...]:
         return tuple(
             WindowRef(
-                start=start, num_slots=1, steps_to=max(start, self.steps_to), cut="c"
+                start=start,
+                num_slots=1,
+                replayable_to=max(start, self.replayable_to),
+                cut="c",
             )
             for start in sorted(self.windows)
         )
@@ -627,7 +630,9 @@ class Protocol:
             case At.COMPUTE if _all_compute(world, number, worker.reached):
                 logged = world._replace(
                     own=_put(
-                        world.own, rank, world.own[rank]._replace(steps_to=iteration)
+                        world.own,
+                        rank,
+                        world.own[rank]._replace(replayable_to=iteration),
                     )
                 )
                 sent = (
@@ -811,7 +816,7 @@ class Protocol:
         after = world._replace(lanes=lanes, records=records)
         after = _send(after, rank, "lanes", *copies)
         after = _send(
-            after, rank, "records", Message("record", own.steps_to, counts=False)
+            after, rank, "records", Message("record", own.replayable_to, counts=False)
         )
         takes = not generation.has_base
         there = worker._replace(
@@ -829,14 +834,14 @@ class Protocol:
         assert plan is not None
         target, start_at = plan[0], dict(plan[1])[rank]
         own, held = world.own[rank], world.held[rank]
-        has = start_at in own.windows and max(own.steps_to, start_at) >= target
+        has = start_at in own.windows and max(own.replayable_to, start_at) >= target
         source = own if has else held
         if start_at < 0:  # the whole job begins anew
             world = world._replace(own=_put(world.own, rank, RankWindows()))
         else:
             assert start_at in source.windows, (rank, plan, own, held)
             world = world._replace(
-                own=_put(world.own, rank, source._replace(steps_to=target))
+                own=_put(world.own, rank, source._replace(replayable_to=target))
             )
         there = worker._replace(
             at=At.CARRIED, reached=target, log_from=max(start_at, 0) + 1, log_to=target
@@ -859,7 +864,8 @@ class Protocol:
         assert plan is not None
         kept = self._keep(world, number)
         own = tuple(
-            each._replace(steps_to=min(each.steps_to, plan[0])) for each in kept.own
+            each._replace(replayable_to=min(each.replayable_to, plan[0]))
+            for each in kept.own
         )
         has_base = all(plan[0] in each.windows for each in own)
         return _with(kept._replace(own=own), number, has_base=has_base)
@@ -964,7 +970,9 @@ def plan_of(
         for rank, worker in enumerate(workers)
     ]
     target = plan_target(standings)
-    has_progress = any(each.steps_to or any(each.windows) for each in (*own, *held))
+    has_progress = any(
+        each.replayable_to or any(each.windows) for each in (*own, *held)
+    )
     if (target is not None and target.iteration == 0) or (
         not has_progress
         and (target is None or not any(worker.is_prepared for worker in workers))
@@ -1248,7 +1256,7 @@ def _arrived(held: RankWindows, rank: int, message: Message) -> tuple[str, RankW
             )
         case _:
             return f"(rank {rank}'s record {number} reaches its peer)", held._replace(
-                steps_to=number
+                replayable_to=number
             )
 
 
