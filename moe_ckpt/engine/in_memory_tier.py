@@ -119,7 +119,7 @@ class InMemoryTier:
         # before the agreement, which sums the popularity over the stage
         self._experts.count()
         if self._agreement.awaits:
-            self._confirm(wait=waits)
+            self._decide(wait=waits)
         with self._meter.stalling():
             self._sink.ready(iteration, gradients)
         if not self._agreement.disk.is_writing:
@@ -154,7 +154,7 @@ class InMemoryTier:
         if self._agreement.awaits:
             # decide first: otherwise the window in flight is dropped, and was taken for
             # nothing
-            self._confirm(wait=True)
+            self._decide(wait=True)
         self._collect(wait=True)  # the engine has room for one capture
         self._experts.events.took(plan)
         if plan.slot == 0:
@@ -202,7 +202,7 @@ class InMemoryTier:
             window.is_whole_state and window.start == plan.window_start
             for window in windows
         )
-        # the rank with the fewest windows decides for all: snapshots and confirmations
+        # the rank with the fewest windows decides for all: snapshots and decisions
         # are collective
         facts = {"num_kept": len(windows), "has_state": has_state}
         all_have = reduce_extremes(
@@ -213,7 +213,7 @@ class InMemoryTier:
             return
         self.take(plan, to_disk=to_disk)
         if not all_have["num_kept"]:
-            self._confirm(wait=True)
+            self._decide(wait=True)
             # training waits for the whole of this snapshot, and for no other
             self._meter.drop_snapshot()
 
@@ -273,7 +273,7 @@ class InMemoryTier:
         # the copier still reads tensors that the recovery overwrites
         self.settle()
         # after `settle`: the last snapshot may complete a window that other ranks have
-        # confirmed before the fault
+        # kept before the fault
         self._memory.snapshots.keep_complete()
 
     def settle(self) -> None:
@@ -339,10 +339,10 @@ class InMemoryTier:
             )
         )
 
-    def _confirm(self, *, wait: bool) -> None:
+    def _decide(self, *, wait: bool) -> None:
         with self._meter.waiting():
             self._collect(wait=wait)
-        self._agreement.confirm(wait=wait)
+        self._agreement.decide(wait=wait)
 
     def finish_persisting(self) -> None:
         """Wait for the write to disk in progress.

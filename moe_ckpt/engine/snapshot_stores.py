@@ -80,7 +80,7 @@ class SnapshotStore:
             for unit in self._mine(plan.units)
         ]
 
-    def confirm(
+    def keep_in_flight(
         self,
         on_all_disks: int | None,
         being_written: int | None = None,
@@ -107,7 +107,7 @@ class SnapshotStore:
             for iteration in (*on_disk, *starts & {being_written})
             if iteration is not None
         ]
-        self._snapshots.confirm(
+        self._snapshots.keep_in_flight(
             [self._version(iteration) for iteration in iterations],
             lacks_units=lacks_units,
         )

@@ -44,10 +44,10 @@ class _Found(IntEnum):
 class WindowAgreement:
     """The window in flight of one generation.
 
-    `confirm` and `measure` are collective over all ranks.
+    `decide` and `measure` are collective over all ranks.
 
     Attributes:
-        awaits: Whether the window in flight waits for `confirm`.
+        awaits: Whether the window in flight waits for `decide`.
         has_failed: Whether a copy of the window in flight has failed.
         disk: The windows that go to this rank's disk.
     """
@@ -77,7 +77,7 @@ class WindowAgreement:
         self._on_all_disks: int | None = None
         self._measured: Measured | None = None
 
-    def confirm(self, *, wait: bool) -> None:
+    def decide(self, *, wait: bool) -> None:
         """Keep the window if every rank of the job has the whole window.
 
         A recovery needs windows that line up over all ranks.
@@ -164,7 +164,9 @@ class WindowAgreement:
         being_written = (
             self.disk.start_of(Role.PERSIST) if self.disk.is_writing else None
         )
-        self._store.confirm(self._on_all_disks, being_written, lacks_units=lacks_units)
+        self._store.keep_in_flight(
+            self._on_all_disks, being_written, lacks_units=lacks_units
+        )
         if (
             window
             and window.start == self.disk.start_of(Role.SNAPSHOT)

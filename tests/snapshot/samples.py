@@ -106,7 +106,7 @@ def take_window(
         memory.add(snapshot)
 
 
-def persist_window(
+def keep_window(
     memory: SnapshotMemory,
     buffers: HostBuffers,
     start: int,
@@ -114,7 +114,7 @@ def persist_window(
     daemon: SnapshotPublisher | None = None,
 ) -> None:
     take_window(memory, buffers, start, daemon=daemon)
-    memory.confirm()
+    memory.keep_in_flight()
 
 
 def starts_of(memory: SnapshotMemory) -> list[int]:

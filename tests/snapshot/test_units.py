@@ -119,7 +119,7 @@ class Rank:
 
     def take(self, iteration: int, units: dict[str, str], *, epoch: int = 0) -> None:
         self.begin(iteration, units, epoch=epoch)
-        self.memory.confirm()
+        self.memory.keep_in_flight()
 
     def base(self, iteration: int = 0, *, epoch: int = 0) -> None:
         self.take(iteration, dict.fromkeys(NAMES, "pd"), epoch=epoch)
@@ -153,7 +153,7 @@ def at(iteration: int, epoch: int = 0) -> Version:
 def test_the_checkpoint_on_disk_stays_whole_in_memory(rank: Rank) -> None:
     for iteration in (1, 2, 3):
         rank.begin(iteration, {CORE: "d" if iteration == 2 else "", "a": ""})
-        rank.memory.confirm(also=[at(2)] if iteration == 3 else [])
+        rank.memory.keep_in_flight(also=[at(2)] if iteration == 3 else [])
     assert rank.composed(2) == {"core@2", "a@2", "b@0", "c@0"}
     assert rank.composed(3) == {"core@3", "a@3", "b@0", "c@0"}
 
