@@ -55,7 +55,7 @@ from moe_ckpt.megatron.pipeline import StageCommunicator
 from moe_ckpt.megatron.read_batches import ReadBatches
 from moe_ckpt.megatron.replay import StageReplay, require_replayable
 from moe_ckpt.megatron.router import RouterCounts, router_top_k
-from moe_ckpt.megatron.schedule import lengths_of, settle_lengths
+from moe_ckpt.megatron.schedule import lengths_of, resolve_lengths
 from moe_ckpt.megatron.state import TrainingState, allocate_optimizer_state, small_state
 from moe_ckpt.megatron.state_wiper import StateWiper
 from moe_ckpt.megatron.transformer_engine import allocate_scaling, forget_noted
@@ -145,7 +145,7 @@ def attach(
     built = lengths_of(state.scheduler)
 
     def loaded(iteration: int, changes: Sequence[str]) -> None:
-        used = settle_lengths(state.scheduler, built, asked_lengths or {})
+        used = resolve_lengths(state.scheduler, built, asked_lengths or {})
         changed = [*changes, *used.changed]
         if changed or used.kept:
             events.append(

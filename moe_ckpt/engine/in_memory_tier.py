@@ -271,12 +271,12 @@ class InMemoryTier:
         self._operators.freeze(())  # an interrupted replay leaves operators frozen
         self._sink.clear()
         # the copier still reads tensors that the recovery overwrites
-        self.settle()
-        # after `settle`: the last snapshot may complete a window that other ranks have
-        # kept before the fault
+        self.finish_snapshot()
+        # after `finish_snapshot`: the last snapshot may complete a window that other
+        # ranks have kept before the fault
         self._memory.snapshots.keep_complete()
 
-    def settle(self) -> None:
+    def finish_snapshot(self) -> None:
         """Finish the snapshot in progress, without the cap on copies.
 
         Afterwards the captured state may change.
@@ -286,7 +286,7 @@ class InMemoryTier:
 
     def close(self) -> None:
         """Finish the snapshot in progress, and end the copying threads."""
-        self.settle()
+        self.finish_snapshot()
         for copier in self._memory.copiers:
             copier.close()
 

@@ -96,7 +96,7 @@ def save_last(rank_folder: Path) -> None:
     # states that the rank's daemon computed from gradients are newer than the rank's
     for folder in (own, computed):
         # a worker may have died while it replaced the folder's contents
-        folder.settle()
+        folder.finish_replacement()
         for keys in windows_in(folder):
             # nothing is stale: if another rank saves less, all ranks continue from an
             # older state

@@ -688,7 +688,7 @@ class ThreadJob:
         Afterwards no write to disk is in progress.
         """
         tier, memory = self.in_memory(rank).tier, self.rank_memory(rank)
-        tier.settle()
+        tier.finish_snapshot()
         window, publisher = memory.snapshots.in_flight(), memory.publisher
         if window and publisher:
             publisher.has_copies(window.snapshots)
