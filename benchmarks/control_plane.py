@@ -53,7 +53,7 @@ from moe_ckpt.collectives import Ranks, Reduction  # noqa: E402
 from moe_ckpt.config import MoevementConfig  # noqa: E402
 from moe_ckpt.elastic.generations import Member, Membership  # noqa: E402
 from moe_ckpt.elastic.status_page import StatusPage  # noqa: E402
-from moe_ckpt.engine.interfaces import StagePlace  # noqa: E402
+from moe_ckpt.engine.interfaces import RankPosition  # noqa: E402
 from moe_ckpt.engine.stage_profiles import SharedProfiles, share_profiles  # noqa: E402
 from moe_ckpt.packed import IntArray, pack_rows  # noqa: E402
 from moe_ckpt.policies.moevement import SparseWindows  # noqa: E402
@@ -237,8 +237,8 @@ def shared_by_stages(profiles: Sequence[StageProfile]) -> SharedProfiles:
     def share(stage: int) -> None:
         ranks = cast("Ranks", CountedRanks(stage, everyone, Traffic()))
         of_stage = cast("Ranks", CountedRanks(0, SharedGroup(1), Traffic()))
-        place = _place(stage, len(profiles), ranks, of_stage)
-        found[stage] = share_profiles(place, profiles[stage])
+        position = _position(stage, len(profiles), ranks, of_stage)
+        found[stage] = share_profiles(position, profiles[stage])
 
     _run(len(profiles), share)
     return found[0]
@@ -403,15 +403,17 @@ def _agree(
         stage, in_stage = divmod(rank, ranks_a_stage)
         ranks = CountedRanks(rank, everyone, traffic[rank])
         of_stage = CountedRanks(in_stage, of_stages[stage], traffic[rank])
-        place = _place(
+        position = _position(
             stage, len(profiles), cast("Ranks", ranks), cast("Ranks", of_stage)
         )
-        assert len(share_profiles(place, profiles[stage]).stages) == len(profiles)
+        assert len(share_profiles(position, profiles[stage]).stages) == len(profiles)
 
     return _run(num_ranks, agree), traffic
 
 
-def _place(stage: int, num_stages: int, ranks: Ranks, stage_ranks: Ranks) -> StagePlace:
+def _position(
+    stage: int, num_stages: int, ranks: Ranks, stage_ranks: Ranks
+) -> RankPosition:
     layout = ParallelLayout(pp=num_stages, dp=stage_ranks.size, ep=GPUS_A_NODE, tp=1)
     shard = ShardIdentity(
         global_rank=ranks.rank,
@@ -421,7 +423,7 @@ def _place(stage: int, num_stages: int, ranks: Ranks, stage_ranks: Ranks) -> Sta
         etp_rank=0,
         dp_rank=0,
     )
-    return StagePlace(
+    return RankPosition(
         identity=RunIdentity(run_id="run", model="model", layout=layout),
         shard=shard,
         ranks=ranks,

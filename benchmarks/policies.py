@@ -136,9 +136,11 @@ def main() -> int:
     )
     with tempfile.TemporaryDirectory() as folder:
         for number, variant in enumerate(chosen):
-            place = Path(folder) / str(number)
-            place.mkdir()
-            recovered = recovery(variant, place, overrides, options.kills, options.seed)
+            subfolder = Path(folder) / str(number)
+            subfolder.mkdir()
+            recovered = recovery(
+                variant, subfolder, overrides, options.kills, options.seed
+            )
             row = row_of(
                 variant.name, runs.get(variant.name), runs[_plain(variant)], recovered
             )

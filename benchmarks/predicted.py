@@ -7,7 +7,7 @@ All policies run under the same faults on this machine. Constants are measured i
 of their own (launcher/cluster_profile.py): another run of the same policy, with other
 settings and other faults. A constant that this other run did not measure is the
 constant of all measured runs. From a predicted run a prediction takes the settings, the
-places of the faults, and the time of an iteration; the published predictions have that
+points of the faults, and the time of an iteration; the published predictions have that
 time from a profile. Nothing else is taken from a predicted run.
 
 The machine's speed changes from one quarter of an hour to the next, so both kinds of

@@ -215,11 +215,11 @@ def find_ends(
     lost.
     """
     watcher, found = Watcher(2), list[int]()
-    for place, segment in enumerate(segments):
+    for position, segment in enumerate(segments):
         watcher.see_segment(segment)
-        if place % _LOOK_EVERY == 0 and watcher.sums(wanted[len(found)]) is not None:
+        if position % _LOOK_EVERY == 0 and watcher.sums(wanted[len(found)]) is not None:
             watcher.drop(wanted[len(found)])
-            found.append(place)
+            found.append(position)
             if len(found) == len(wanted):
                 break
     return found
@@ -244,11 +244,11 @@ def measure_mirror(
         Median seconds from the last frame of an iteration until its sums are together.
     """
     watcher, seconds = Watcher(2), list[float]()
-    for place, segment in enumerate(segments[: ends[-1] + 1]):
+    for position, segment in enumerate(segments[: ends[-1] + 1]):
         watcher.see_segment(segment)
-        if merges and place % 64 == 0:
+        if merges and position % 64 == 0:
             watcher.merge()
-        if place == ends[len(seconds)]:
+        if position == ends[len(seconds)]:
             sums, began_s = wanted[len(seconds)], time.monotonic()
             assert watcher.sums(sums) is not None
             seconds.append(time.monotonic() - began_s)

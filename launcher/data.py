@@ -82,14 +82,14 @@ class TokenSource(Protocol):
 class FlatText:
     """A long array of tokens.
 
-    A sample is a window at a place that the sample's number and the seed determine.
+    A sample is a window at a position that the sample's number and the seed determine.
 
     Args:
         train: The tokens for training.
         held_out: The tokens for evaluation.
         vocab_size: The number of different tokens.
         length: The tokens of a sample.
-        seed: The seed of the places.
+        seed: The seed of the positions.
         inputs: Content identities of the inputs, by the names of settings.
 
     Raises:
@@ -375,8 +375,8 @@ def standard_library_files() -> list[Path]:
     for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
         subfolders[:] = [name for name in subfolders if name not in _NOT_LIBRARY_TEXT]
         found += [Path(folder, name) for name in names if name.endswith(".py")]
-    # the order of `os.walk` depends on the file system, and a sample is a place in the
-    # text
+    # the order of `os.walk` depends on the file system, and a sample is a position in
+    # the text
     return sorted(found)
 
 

@@ -21,7 +21,7 @@ from moe_ckpt.elastic.supervisor import start_beside
 from moe_ckpt.elastic.torchrun import read_launch
 from moe_ckpt.faults.schedule import Kill
 from moe_ckpt.loop import start_rank
-from moe_ckpt.run_elastic import RankPlace
+from moe_ckpt.run_elastic import SupervisedRank
 
 
 def start(settings: Settings) -> int:
@@ -46,27 +46,27 @@ def start(settings: Settings) -> int:
         settings.job,
         read_launch(),
         lambda worker: run_in(worker, settings),
-        beside=lambda place: _start_faults(settings, place),
+        beside=lambda supervised: _start_faults(settings, supervised),
     )
 
 
-def _start_faults(settings: Settings, place: RankPlace) -> None:
+def _start_faults(settings: Settings, supervised: SupervisedRank) -> None:
     """Start a process beside the job that kills workers of this node as ordered."""
-    launch = place.launch
+    launch = supervised.launch
     kills = [
         kill
         for kill in settings.fault.kills(launch.world_size)
         if kill.rank in launch.local_ranks
     ]
     if launch.local_rank == 0 and kills:
-        start_beside(lambda: _inflict(kills, place))
+        start_beside(lambda: _inflict(kills, supervised))
 
 
-def _inflict(kills: Sequence[Kill], place: RankPlace) -> int:
+def _inflict(kills: Sequence[Kill], supervised: SupervisedRank) -> int:
     done = carry_out(
         kills,
-        place.folder.path,
-        ranks_per_node=place.ranks_per_node,
+        supervised.folder.path,
+        ranks_per_node=supervised.ranks_per_node,
         say=lambda text: print(text, file=sys.stderr),
     )
     return 0 if done else 1

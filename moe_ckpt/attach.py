@@ -41,7 +41,7 @@ from moe_ckpt.elastic.process_groups import CPU_BACKEND
 from moe_ckpt.engine.assembly import InMemoryAssembly
 from moe_ckpt.engine.computed_snapshots import NOTHING_COMPUTED
 from moe_ckpt.engine.inputs import Inputs
-from moe_ckpt.engine.interfaces import RankAdapter, StagePlace
+from moe_ckpt.engine.interfaces import RankAdapter, RankPosition
 from moe_ckpt.engine.session import LeftState, Session
 from moe_ckpt.engine.token_account import TokenRate
 from moe_ckpt.events import CourseChanged, EventLog
@@ -56,7 +56,7 @@ from moe_ckpt.megatron.read_batches import ReadBatches
 from moe_ckpt.megatron.replay import StageReplay
 from moe_ckpt.megatron.replayable import require_replayable
 from moe_ckpt.megatron.router import RouterCounts, router_top_k
-from moe_ckpt.megatron.schedule import lengths_of, settle_lengths
+from moe_ckpt.megatron.schedule import lengths_of, resolve_lengths
 from moe_ckpt.megatron.state import TrainingState, allocate_optimizer_state, small_state
 from moe_ckpt.megatron.state_wiper import StateWiper
 from moe_ckpt.megatron.transformer_engine import allocate_scaling, forget_noted
@@ -146,7 +146,7 @@ def attach(
     built = lengths_of(state.scheduler)
 
     def loaded(iteration: int, changes: Sequence[str]) -> None:
-        used = settle_lengths(state.scheduler, built, asked_lengths or {})
+        used = resolve_lengths(state.scheduler, built, asked_lengths or {})
         changed = [*changes, *used.changed]
         if changed or used.kept:
             events.append(
@@ -255,9 +255,9 @@ def _rank_adapter(
     stage = StageReplay(
         state, operators, loop.communicator, loop.forward_backward, loop.batches
     )
-    place = _place(identity, loop.communicator, cpu_backend)
+    position = _position(identity, loop.communicator, cpu_backend)
     num_neighbours = sum(
-        rank is not None for rank in (place.previous_rank, place.next_rank)
+        rank is not None for rank in (position.previous_rank, position.next_rank)
     )
     sent_bytes = loop.communicator.tensor_bytes(
         loop.micro_batch_size * loop.sequence_length
@@ -279,7 +279,7 @@ def _rank_adapter(
             "virtual stages: no boundary log, after a fault all stages go back together"
         )
     return RankAdapter(
-        place=place,
+        position=position,
         stage=stage,
         operators=operators,
         communicator=loop.communicator,
@@ -298,11 +298,11 @@ def _rank_adapter(
     )
 
 
-def _place(
+def _position(
     identity: RunIdentity, communicator: StageCommunicator, cpu_backend: str
-) -> StagePlace:
+) -> RankPosition:
     shard, layout = shard_identity(), identity.layout
-    return StagePlace(
+    return RankPosition(
         identity=identity,
         shard=shard,
         ranks=TorchRanks(),

@@ -73,7 +73,7 @@ def require_kept(
     )
 
 
-def settle(
+def resolve_exactness(
     asked: str, ckpt: CkptConfig, *, on_gpu: bool, mode: bool, option: str | None
 ) -> str:
     """Return the promise of a run of a loop that is not ours.

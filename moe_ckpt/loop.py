@@ -96,7 +96,7 @@ from moe_ckpt.megatron.step import (
 )
 from moe_ckpt.plain_worker import PlainWorker
 from moe_ckpt.ports import TrainingHooks
-from moe_ckpt.run_elastic import RankPlace, run_elastic
+from moe_ckpt.run_elastic import SupervisedRank, run_elastic
 from moe_ckpt.run_folder import RunFolder, require_lasting
 from moe_ckpt.standins import gpu
 from moe_ckpt.types import ParallelLayout, Phase, ReadyGradients, RunIdentity
@@ -436,7 +436,7 @@ class WorkerProcess(Protocol):
 
     @property
     def launch(self) -> Launch:
-        """This rank's place in the job."""
+        """This rank's position in the job."""
         ...
 
     @property
@@ -552,13 +552,13 @@ def start_rank(
     launch: Launch,
     work: Callable[[WorkerProcess], object],
     *,
-    beside: Callable[[RankPlace], None] = lambda _: None,
+    beside: Callable[[SupervisedRank], None] = lambda _: None,
 ) -> int:
     """Run one rank of a job: supervise the rank's workers, or train in this process.
 
     Args:
         job: The settings. `runtime.guard` and the policy choose between the two.
-        launch: This rank's place in the job.
+        launch: This rank's position in the job.
         work: Trains, in each worker.
         beside: May start processes that live at most as long as the supervisor.
 
@@ -666,7 +666,7 @@ def choose_device(
 
     Args:
         job: The settings.
-        launch: This rank's place in the job.
+        launch: This rank's position in the job.
         use_cpu: As in `run_worker`.
 
     Raises:

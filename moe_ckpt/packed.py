@@ -4,12 +4,12 @@ The size grows with the kinds of stages, not with ranks. Owns: the format of ope
 and columns of numbers, compressed, without pickle. Must not: communicate.
 
 Neighbouring operators are alike, and so are the ranks that own them. The format stores
-the places where a number differs from that of the operator before, and the difference.
+the indices where a number differs from that of the operator before, and the difference.
 
     LZMA(
         number of operators, columns, changes
         | kind, layer, expert, MTP depth of each
-        | places
+        | indices of the changes
         | changes
     ), all int64
 """
@@ -34,11 +34,11 @@ _NONE = -1
 def pack_rows(operators: Sequence[OperatorId], columns: IntArray) -> bytes:
     """Pack operators and their columns of numbers, int64 [columns, operators]."""
     changes = np.diff(columns.T, axis=0, prepend=0).ravel()
-    places = np.flatnonzero(changes)
+    indices = np.flatnonzero(changes)
     ids = np.diff(_ids(operators), axis=0, prepend=0)
-    head = np.array([len(operators), len(columns), len(places)], np.int64)
-    steps = np.diff(places, prepend=0)
-    content = np.concatenate([head, ids.ravel(), steps, changes[places]]).astype(
+    head = np.array([len(operators), len(columns), len(indices)], np.int64)
+    steps = np.diff(indices, prepend=0)
+    content = np.concatenate([head, ids.ravel(), steps, changes[indices]]).astype(
         np.int64
     )
     # FORMAT_ALONE: these tables take a few hundred bytes, and .xz would add headers, an

@@ -36,7 +36,7 @@ class PlainWorker:
 
         Args:
             job: The settings.
-            launch: This rank's place in the job.
+            launch: This rank's position in the job.
             store: The store in which the ranks meet; None: torchrun's store.
         """
         self.job = job

@@ -1,6 +1,6 @@
 """Files and folders that only their user may read, whatever the umask.
 
-These files hold training state and the names of its places. Owns: the modes, 0600 and
+These files hold training state and the paths of the state. Owns: the modes, 0600 and
 0700, and that a file is this process's own: a link, or a file that another user has put
 at a path before, is neither followed nor filled. Must not: change the mode of an
 existing folder, which its owner has chosen.

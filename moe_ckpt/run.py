@@ -68,7 +68,7 @@ def start(settings: RunSettings, launch: Launch, imports: Sequence[str]) -> int:
 
     Args:
         settings: The settings of the run.
-        launch: This rank's place in the job.
+        launch: This rank's position in the job.
         imports: Modules of Megatron that workers share.
 
     Returns:

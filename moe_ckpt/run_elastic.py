@@ -105,15 +105,15 @@ _PRINT_S = 1.0
 _CUDA_IS_LOST = 9
 _FAILED = 1
 # the rank of this process, which forked workers inherit
-_supervised: list[int] = []
+_own_rank: list[int] = []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankPlace:
-    """The place of a supervised rank: launch, folder in shared memory, node and job."""
+class SupervisedRank:
+    """A rank under supervision: launch, folder in shared memory, node and job."""
 
     launch: Launch
-    """The rank's place in the job."""
+    """The rank's position in the job."""
 
     memory: Path
     """The rank's folder in shared memory."""
@@ -155,27 +155,29 @@ class Worker:
 
     is_supervised = True
 
-    def __init__(self, job: JobConfig, place: RankPlace, incarnation: int) -> None:
+    def __init__(
+        self, job: JobConfig, supervised: SupervisedRank, incarnation: int
+    ) -> None:
         """Begin a worker.
 
         Args:
             job: The settings.
-            place: The place of the rank.
+            supervised: The rank.
             incarnation: Number of workers of this rank before this one, in this job.
         """
         self.job = job
-        self.place = place
+        self.supervised = supervised
         self.incarnation = incarnation
-        self.page = StatusPage(place.memory / "page")
+        self.page = StatusPage(supervised.memory / "page")
         self._ckpt = job.in_memory
-        self._servers = _servers(job, place.launch)
+        self._servers = _servers(job, supervised.launch)
         self._membership: Membership | None = None
         start_heartbeat(self.page)
 
     @property
     def launch(self) -> Launch:
-        """This rank's place in the job."""
-        return self.place.launch
+        """This rank's position in the job."""
+        return self.supervised.launch
 
     @property
     def membership(self) -> Membership:
@@ -242,38 +244,38 @@ class Worker:
 
     def context(self, layout: ParallelLayout) -> ElasticContext:
         """Return the means to survive the loss of ranks, for `attach`."""
-        place, membership, ckpt = self.place, self.membership, self._ckpt
+        supervised, membership, ckpt = self.supervised, self.membership, self._ckpt
         copy_s = self.job.runtime.copy_s
         return ElasticContext(
             member=membership.member,
             page=self.page,
-            memory=place.memory,
-            daemon=DaemonClient(place.memory, timeout_s=copy_s)
-            if place.has_daemon
+            memory=supervised.memory,
+            daemon=DaemonClient(supervised.memory, timeout_s=copy_s)
+            if supervised.has_daemon
             else None,
             holders=self._holders(
                 layout.ranks_per_stage if ckpt.copies_within_stage else None
             ),
-            ticket=place.ticket,
+            ticket=supervised.ticket,
             copy_s=copy_s,
             at_end=membership.at_end,
         )
 
     def _holders(self, stage_ranks: int | None) -> CopyHolders:
-        place = self.place
+        supervised = self.supervised
         addresses = CheckedStore(
             _open_store("daemons", self.job.runtime), self.page.waits
         )
         peers = PeerHolders(
-            global_rank=place.launch.global_rank,
-            world_size=place.launch.world_size,
-            ranks_per_node=place.ranks_per_node,
-            num_peers=place.replicas,
+            global_rank=supervised.launch.global_rank,
+            world_size=supervised.launch.world_size,
+            ranks_per_node=supervised.ranks_per_node,
+            num_peers=supervised.replicas,
             address_of=lambda rank: parse_address(addresses.get(str(rank)).decode()),
             stage_ranks=stage_ranks,
         )
         if self._servers:
-            return self._servers.holders(peers, place.ticket, self.page.waits)
+            return self._servers.holders(peers, supervised.ticket, self.page.waits)
         return peers
 
     def enter_phase(self, phase: Phase) -> None:
@@ -286,16 +288,16 @@ class Worker:
         The status command and fault injection read the worker's file.
         """
         if self._servers:
-            self._servers.announce(self.place.folder.path)
+            self._servers.announce(self.supervised.folder.path)
         write_live(
-            self.place.folder.path,
+            self.supervised.folder.path,
             global_rank=self.launch.global_rank,
-            node=self.place.node,
+            node=self.supervised.node,
             supervisor_pid=os.getppid(),
-            memory=self.place.memory,
+            memory=self.supervised.memory,
             incarnation=self.incarnation,
         )
-        return self.place.folder
+        return self.supervised.folder
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
@@ -360,13 +362,13 @@ def run_elastic(
     launch: Launch,
     work: Callable[[Worker], int],
     *,
-    beside: Callable[[RankPlace], None] = lambda _: None,
+    beside: Callable[[SupervisedRank], None] = lambda _: None,
 ) -> int:
     """Supervise a rank until the job is done or has failed.
 
     Args:
         job: The settings.
-        launch: This rank's place in the job.
+        launch: This rank's position in the job.
         work: Trains in a forked process, and returns its exit status. After an
             exception that is a fault of the hardware, the supervisor replaces the
             process. A MoeCkptError is printed as one message.
@@ -382,7 +384,7 @@ def run_elastic(
     runtime = job.runtime
     require_lasting(job.folder)
     require(
-        not _supervised,
+        not _own_rank,
         "run_elastic",
         "a second one, inside a worker of the first",
         "one a process",
@@ -393,7 +395,7 @@ def run_elastic(
         "a rank that is the first process of its container",
         "torchrun as its parent",
     )
-    _supervised.append(launch.global_rank)
+    _own_rank.append(launch.global_rank)
     if runtime.etcd:
         use_etcd(runtime.etcd)
     elif not has_agent_store():
@@ -402,12 +404,12 @@ def run_elastic(
         use_hosted_store(launch, start_beside)
     # a scheduler's signal may arrive while the network to the store is cut
     store = CheckedStore(_open_store("generations", runtime), heeds_signals=True)
-    place = _place(job, launch, store)
+    supervised = _supervised_rank(job, launch, store)
     if servers := _servers(job, launch):
         servers.prepare()
-    beside(place)
-    root, page = place.memory.parent, StatusPage(place.memory / "page")
-    reserve_failure(place.failure)
+    beside(supervised)
+    root, page = supervised.memory.parent, StatusPage(supervised.memory / "page")
+    reserve_failure(supervised.failure)
     # all workers share the imports: garbage collection must not touch these pages
     gc.freeze()
     limits = SupervisorLimits(
@@ -423,9 +425,11 @@ def run_elastic(
         ),
     )
     hooks = SupervisorHooks(
-        start_daemon=(lambda: _start_daemon(job, place)) if place.has_daemon else None,
-        take_failure=lambda: take_failure(place.failure),
-        save_last=(lambda: save_and_report(place, runtime.stop_save_s))
+        start_daemon=(lambda: _start_daemon(job, supervised))
+        if supervised.has_daemon
+        else None,
+        take_failure=lambda: take_failure(supervised.failure),
+        save_last=(lambda: save_and_report(supervised, runtime.stop_save_s))
         if runtime.stop_save_s
         else None,
         notice=Path(runtime.notice_file) if runtime.notice_file else None,
@@ -434,7 +438,7 @@ def run_elastic(
         leave=(lambda: os.kill(agent_pid(), signal.SIGTERM))
         if runtime.sick_place == "leave"
         else None,
-        free_memory=lambda status: _leave(place, status),
+        free_memory=lambda status: _leave(supervised, status),
         janitor=lambda: janitor_of(root),
     )
     StopBoard(_open_store("stop", runtime), launch.world_size).begin(launch.global_rank)
@@ -442,7 +446,7 @@ def run_elastic(
         launch.global_rank,
         page,
         Generations(store),
-        lambda incarnation: run_one_worker(work, Worker(job, place, incarnation)),
+        lambda incarnation: run_one_worker(work, Worker(job, supervised, incarnation)),
         limits,
         hooks,
     ).run()
@@ -465,32 +469,33 @@ def run_one_worker(work: Callable[[Worker], int], worker: Worker) -> int:
                 return _FAILED
             raise
         # by this file the supervisor detects whether a replacement repeats the
-        # exception at the same place
+        # exception at the same location
         try:
             write_failure(
-                worker.place.failure, failure_of(error, worker.page.iteration)
+                worker.supervised.failure, failure_of(error, worker.page.iteration)
             )
         except OSError as full:
             die(f"{text_of(error)}; its failure file was not written ({full})")
         return WORKER_FAULT
 
 
-def save_and_report(place: RankPlace, limit_s: float) -> int:
+def save_and_report(supervised: SupervisedRank, limit_s: float) -> int:
     """Bring the rank's complete windows to disk, and print the result.
 
     Once all ranks have done so, the message says that the job may be killed.
 
     Args:
-        place: The place of the rank.
+        supervised: The rank.
         limit_s: Seconds after which the supervisor kills this process.
 
     Returns:
         The exit status: 1 if a window could not be saved.
     """
     began_s = time.monotonic()
-    rank, world_size, status = place.launch.global_rank, place.launch.world_size, 0
+    rank, world_size = supervised.launch.global_rank, supervised.launch.world_size
+    status = 0
     try:
-        save_last(place.memory)
+        save_last(supervised.memory)
     except MoeCkptError as error:
         print(
             f"error: rank {rank}: not saved, the next start uses an older state:"
@@ -499,12 +504,12 @@ def save_and_report(place: RankPlace, limit_s: float) -> int:
         )
         # an older window may be on all disks
         status = 1
-    saved = saved_iterations(place.memory)
+    saved = saved_iterations(supervised.memory)
     if not saved:
         # no window was complete, or the policy has no windows: an older state serves
         return status
     print(f"rank {rank}: iteration {saved[-1]} is on disk", flush=True)
-    events = place.folder.open_events(rank)
+    events = supervised.folder.open_events(rank)
     # by these events a later start detects that the run has a state, even if the disk
     # is gone by then
     for iteration in saved:
@@ -599,7 +604,9 @@ def _forks_can_use_cuda() -> bool:
     return os.waitstatus_to_exitcode(status) != _CUDA_IS_LOST
 
 
-def _place(job: JobConfig, launch: Launch, store: dist.Store) -> RankPlace:
+def _supervised_rank(
+    job: JobConfig, launch: Launch, store: dist.Store
+) -> SupervisedRank:
     ckpt, ranks_per_node = job.in_memory, _ranks_per_node(job.ranks_per_node, launch)
     agreed = int(
         store.compare_set(
@@ -632,7 +639,7 @@ def _place(job: JobConfig, launch: Launch, store: dist.Store) -> RankPlace:
     )
     # ranks of an earlier start of the job may have had other numbers on this node
     take_over(root, launch.local_ranks)
-    return RankPlace(
+    return SupervisedRank(
         launch=launch,
         memory=begin_rank(root, launch.global_rank),
         ticket=ticket,
@@ -644,21 +651,21 @@ def _place(job: JobConfig, launch: Launch, store: dist.Store) -> RankPlace:
     )
 
 
-def _leave(place: RankPlace, status: int) -> None:
+def _leave(supervised: SupervisedRank, status: int) -> None:
     """Leave the node's memory and, if the job ends here, the run folder."""
-    launch, how = place.launch, how_ended(place.launch, status)
+    launch, how = supervised.launch, how_ended(supervised.launch, status)
     if launch.global_rank == 0 and (status == REQUEUE or how is not Ended.TO_GO_ON):
         # if the folder's file system is gone, its lock is gone, too
         with contextlib.suppress(OSError):
-            release_lock(place.folder.path)
-    end_rank(place.memory.parent, launch.global_rank, launch.local_ranks, how)
+            release_lock(supervised.folder.path)
+    end_rank(supervised.memory.parent, launch.global_rank, launch.local_ranks, how)
 
 
 def how_ended(launch: Launch, status: int) -> Ended:
     """Return how a supervisor ends with an exit status.
 
     Args:
-        launch: The rank's place in the job.
+        launch: The rank's position in the job.
         status: The exit status.
 
     Returns:
@@ -695,27 +702,27 @@ def _ranks_per_node(wanted: int | str, launch: Launch) -> int:
     return int(wanted)
 
 
-def _start_daemon(job: JobConfig, place: RankPlace) -> int:
+def _start_daemon(job: JobConfig, supervised: SupervisedRank) -> int:
     """Start a replica daemon and return its pid.
 
     The daemon announces its address itself; until then the store has no address.
     """
     # peers wait for the new address: nothing answers at the address of a dead daemon
-    open_store("daemons").delete_key(str(place.launch.global_rank))
+    open_store("daemons").delete_key(str(supervised.launch.global_rank))
     supervisor_pid = os.getpid()
-    return start_beside(lambda: _run_daemon(job, place, supervisor_pid))
+    return start_beside(lambda: _run_daemon(job, supervised, supervisor_pid))
 
 
-def _run_daemon(job: JobConfig, place: RankPlace, supervisor_pid: int) -> int:
-    ckpt, page = job.in_memory, StatusPage(place.memory / "page")
-    servers = _servers(job, place.launch)
+def _run_daemon(job: JobConfig, supervised: SupervisedRank, supervisor_pid: int) -> int:
+    ckpt, page = job.in_memory, StatusPage(supervised.memory / "page")
+    servers = _servers(job, supervised.launch)
     store = open_store("daemons")
     run_daemon(
         DaemonSettings(
-            rank_folder=place.memory,
-            global_rank=place.launch.global_rank,
-            ticket=place.ticket,
-            host=place.host,
+            rank_folder=supervised.memory,
+            global_rank=supervised.launch.global_rank,
+            ticket=supervised.ticket,
+            host=supervised.host,
             timeout_s=job.runtime.copy_s,
             copy_deadline_s=job.runtime.copy_s,
             caps=ckpt.max_bytes_per_s,
@@ -725,7 +732,9 @@ def _run_daemon(job: JobConfig, place: RankPlace, supervisor_pid: int) -> int:
         supervisor_pid=supervisor_pid,
         # the traffic of training goes first
         may_send=lambda: not page.communicates,
-        announce=lambda address: store.set(str(place.launch.global_rank), str(address)),
+        announce=lambda address: store.set(
+            str(supervised.launch.global_rank), str(address)
+        ),
         observe=servers.observe if servers else lambda: observes_nothing,
     )
 

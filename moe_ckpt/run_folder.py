@@ -153,7 +153,7 @@ def find_run_folder(
 
     Args:
         run: The settings of the folder.
-        launch: This rank's place in the job.
+        launch: This rank's position in the job.
         timeout_s: Longest wait, in seconds.
 
     Returns:

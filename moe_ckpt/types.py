@@ -110,7 +110,7 @@ class OperatorKind(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorId:
-    """The unit of snapshots, named by its place in the whole model."""
+    """The unit of snapshots, named by its position in the whole model."""
 
     kind: OperatorKind
     """Kind of the operator."""

@@ -13,7 +13,7 @@ import pytest
 from launcher.config import compose_settings
 from moe_ckpt.config import CKPT_CONFIGS
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.exactness import BITWISE, STATE, describe, settle
+from moe_ckpt.exactness import BITWISE, STATE, describe, resolve_exactness
 from moe_ckpt.job_config import JobConfig
 from moe_ckpt.run_settings import ckpt_config, parse_run
 from tests.loop_configs import loop_config
@@ -107,17 +107,26 @@ def test_an_attached_loop_keeps_what_its_kernels_allow(
     asked: str, on_gpu: bool, mode: bool, promise: str
 ) -> None:
     assert (
-        settle(asked, ckpt_config("gemini"), on_gpu=on_gpu, mode=mode, option=OPTION)
+        resolve_exactness(
+            asked, ckpt_config("gemini"), on_gpu=on_gpu, mode=mode, option=OPTION
+        )
         == promise
     )
 
 
 def test_a_loop_without_a_deterministic_mode_is_made_so_on_demand_only() -> None:
     gemini = ckpt_config("gemini")
-    assert settle("auto", gemini, on_gpu=True, mode=False, option=None) == STATE
-    assert settle(BITWISE, gemini, on_gpu=True, mode=False, option=None) == BITWISE
     assert (
-        settle(BITWISE, ckpt_config("moevement"), on_gpu=True, mode=False, option=None)
+        resolve_exactness("auto", gemini, on_gpu=True, mode=False, option=None) == STATE
+    )
+    assert (
+        resolve_exactness(BITWISE, gemini, on_gpu=True, mode=False, option=None)
+        == BITWISE
+    )
+    assert (
+        resolve_exactness(
+            BITWISE, ckpt_config("moevement"), on_gpu=True, mode=False, option=None
+        )
         == BITWISE
     )
 
@@ -158,7 +167,9 @@ def test_kernels_that_do_not_repeat_are_refused_where_they_have_to(
     asked: str, policy: str, option: str | None, wanted: str
 ) -> None:
     with pytest.raises(ConfigError, match=wanted):
-        settle(asked, ckpt_config(policy), on_gpu=True, mode=False, option=option)
+        resolve_exactness(
+            asked, ckpt_config(policy), on_gpu=True, mode=False, option=option
+        )
 
 
 def test_the_line_of_a_start_tells_both_promises_apart() -> None:

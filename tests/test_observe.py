@@ -14,7 +14,7 @@ from tests.harness.gloo.ranks import run_ranks
 from tests.megatron.stage import trained_stage
 
 
-def test_parts_of_a_state_have_the_names_of_their_places() -> None:
+def test_parts_of_a_state_have_the_names_of_their_positions() -> None:
     model = torch.nn.Linear(2, 1)
     state = {
         "model": model,

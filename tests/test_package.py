@@ -34,8 +34,8 @@ def test_every_public_name_is_there_and_no_other() -> None:
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_every_command_has_a_program(name: str) -> None:
-    place = ROOT.joinpath(*cli.program(name).split("."))
-    assert place.with_suffix(".py").exists() or place.is_dir()
+    module = ROOT.joinpath(*cli.program(name).split("."))
+    assert module.with_suffix(".py").exists() or module.is_dir()
     assert name in cli.usage()
 
 

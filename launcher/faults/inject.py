@@ -104,7 +104,7 @@ def kill_node(
 
 
 def describe(fault: InjectedFault, run: Path) -> str:
-    """Return a readable line about a fault: signal, worker, place and time."""
+    """Return a readable line about a fault: signal, worker, and point in the run."""
     where = (
         f"in generation {fault.generation}, iteration {fault.iteration}, {fault.phase}"
     )

@@ -144,7 +144,7 @@ class Orders(Task):
         # its place
         workers = self.job.targets([self._rank])
         if self._order is None:
-            self._place(workers)
+            self._order_next(workers)
         elif self._order.was_obeyed():
             self._finish(self._order)
         # the worker died of another cause
@@ -162,7 +162,7 @@ class Orders(Task):
     def __str__(self) -> str:
         return "; ".join(map(str, self._kills))
 
-    def _place(self, workers: Sequence[LiveWorker]) -> None:
+    def _order_next(self, workers: Sequence[LiveWorker]) -> None:
         elsewhere = self.job.elsewhere([self._rank])
         if elsewhere:
             self.job.leave(elsewhere)

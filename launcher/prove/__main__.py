@@ -17,7 +17,7 @@ from pathlib import Path
 from launcher.output_folder import make_output_folder
 from launcher.prove.attached import AttachedProof, run_job
 from launcher.prove.commands import parse_command
-from launcher.prove.resumed import PLACE, ResumeProof
+from launcher.prove.resumed import PLACEHOLDER, ResumeProof
 from launcher.prove.runs import NOT_PROVEN, run_to_end
 from moe_ckpt.arguments import Parser, parse_before_program
 from moe_ckpt.config import require
@@ -29,7 +29,7 @@ _EPILOG = (
     " not noticed\n"
     "examples:\n"
     "  moe-ckpt prove -- torchrun --nproc-per-node=4 pretrain_gpt.py"
-    f" --save {PLACE} --load {PLACE} ARGUMENTS\n"
+    f" --save {PLACEHOLDER} --load {PLACEHOLDER} ARGUMENTS\n"
     "  moe-ckpt prove -- torchrun --nproc-per-node=4 -m moe_ckpt.run --ckpt moevement"
     " -- pretrain_gpt.py ARGUMENTS\n"
     "  moe-ckpt prove -- moe-ckpt train --nproc-per-node=4 +ckpt=moevement"

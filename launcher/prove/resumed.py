@@ -40,7 +40,7 @@ from moe_ckpt.config import require
 from moe_ckpt.observation import Order
 from moe_ckpt.observed_start import LINE, NAME
 
-PLACE = "{run}"
+PLACEHOLDER = "{run}"
 """Placeholder in a command for a folder that each run has of its own."""
 
 Execute = Callable[[Sequence[str], Path, Mapping[str, str]], Ended]
@@ -59,7 +59,7 @@ class ResumeProof:
     """
 
     command: Sequence[str]
-    """The words of the command, with `PLACE` for the folder of each run."""
+    """The words of the command, with `PLACEHOLDER` for the folder of each run."""
 
     folder: Path
     """The folder of all runs."""
@@ -76,13 +76,13 @@ class ResumeProof:
     def __post_init__(self) -> None:
         require(bool(self.command), "COMMAND", "nothing", "the command that trains")
         if self.resumes:
-            has_place = any(PLACE in word for word in self.command)
+            has_placeholder = any(PLACEHOLDER in word for word in self.command)
             options = (
-                f"the folder of its checkpoints as {PLACE} (--save {PLACE} --load"
-                f" {PLACE})"
+                f"the folder of its checkpoints as {PLACEHOLDER} (--save {PLACEHOLDER}"
+                f" --load {PLACEHOLDER})"
             )
             wanted = f"{options}, which each run has of its own, or --no-resume"
-            require(has_place, "COMMAND", " ".join(self.command), wanted)
+            require(has_placeholder, "COMMAND", " ".join(self.command), wanted)
 
     def run(self) -> int:
         """Run and compare; print a line for each run and one for the outcome.
@@ -206,7 +206,7 @@ class ResumeProof:
         """Run the command, and once more if the kill has ended the command."""
         own = Path(order.run) / "own"
         own.mkdir(parents=True)
-        words = [word.replace(PLACE, str(own)) for word in self.command]
+        words = [word.replace(PLACEHOLDER, str(own)) for word in self.command]
         environment = os.environ | order.environment() | self._python_path()
         ended = self.execute(words, log_of(Path(order.run)), environment)
         if order.kill_rank is not None:

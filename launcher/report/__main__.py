@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
         options = _parser().parse_args(arguments)
         chosen = options.format or _format_of(options.output)
         text = _FORMATS[chosen]([gather(run) for run in read_runs(options.run)])
-        _write(text, _place(options.output, chosen, options.run[0]))
+        _write(text, _output_path(options.output, chosen, options.run[0]))
 
     return exit_status(report)
 
@@ -64,24 +64,24 @@ def _format_of(output: Path | None) -> str:
     return suffix if suffix in _FORMATS else "html"
 
 
-def _place(output: Path | None, chosen: str, run: Path) -> Path | None:
+def _output_path(output: Path | None, chosen: str, run: Path) -> Path | None:
     """Return the file of the report; None: the terminal."""
     if output is None and chosen in ("html", "trace"):
         return run / ("report.html" if chosen == "html" else "trace.json")
     return output
 
 
-def _write(report: str, place: Path | None) -> None:
-    if place is None:
+def _write(report: str, path: Path | None) -> None:
+    if path is None:
         print(report, end="")
         return
     try:
-        place.write_text(report)
+        path.write_text(report)
     except OSError as error:
         raise ConfigError(
-            f"-o: got {str(place)!r}, wanted a file that can be written ({error})"
+            f"-o: got {str(path)!r}, wanted a file that can be written ({error})"
         ) from error
-    print(f"wrote {place}, {len(report.encode()) / 1e6:.1f} MB")
+    print(f"wrote {path}, {len(report.encode()) / 1e6:.1f} MB")
 
 
 def _parser() -> Parser:

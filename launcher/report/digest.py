@@ -179,18 +179,18 @@ def _without_most_records(events: Sequence[Noted]) -> tuple[Noted, ...]:
     left_out: set[int] = set()
     for kind in (ExpertPopularity, ExpertsOrdered):
         found = {
-            place: noted.event
-            for place, noted in enumerate(events)
+            index: noted.event
+            for index, noted in enumerate(events)
             if isinstance(noted.event, kind)
         }
-        iterations, places = (
+        iterations, indices = (
             np.array([event.iteration for event in found.values()], np.int64),
             list(found),
         )
-        left_out |= set(places) - {
-            places[number] for number in in_steps(iterations, _MOST_RECORDS)
+        left_out |= set(indices) - {
+            indices[number] for number in in_steps(iterations, _MOST_RECORDS)
         }
-    return tuple(noted for place, noted in enumerate(events) if place not in left_out)
+    return tuple(noted for index, noted in enumerate(events) if index not in left_out)
 
 
 def _gained(tiling: Tiling) -> Numbers:

@@ -58,7 +58,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Noted:
-    """An event with its place in the file."""
+    """An event with its position in the file."""
 
     at_us: int
     """Time of the event, in microseconds since the run's origin."""

@@ -45,8 +45,8 @@ Slice = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Place:
-    """The place of a run in the trace."""
+class _RunRows:
+    """The rows of one run in the trace."""
 
     first_pid: int
     """Process number of rank 0."""
@@ -71,11 +71,11 @@ def to_trace(runs: Sequence[Facts]) -> str:
     for number, facts in enumerate(runs):
         most = max(_MOST_SLICES // max(len(facts.run.ranks), 1), 100)
         first = 1 + number * _RANKS_PER_RUN
-        place = _Place(
+        rows = _RunRows(
             first_pid=first, name=facts.run.name, end_us=facts.end_us, most=most
         )
-        parts += map_ranks(facts.run.path, partial(_rank_file, place))
-        parts.append(_packed(_faults(facts, place)))
+        parts += map_ranks(facts.run.path, partial(_rank_file, rows))
+        parts.append(_packed(_faults(facts, rows)))
     return (
         '{"displayTimeUnit":"ms","traceEvents":['
         + b",".join(filter(None, parts)).decode()
@@ -88,12 +88,12 @@ def _packed(slices: Iterator[Slice]) -> bytes:
     return orjson.dumps(list(slices), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
 
 
-def _rank_file(place: _Place, rank: int, path: Path) -> bytes:
-    pid = place.first_pid + rank
-    slices = _in_turn(_slices(read_rank(rank, path), place))
+def _rank_file(rows: _RunRows, rank: int, path: Path) -> bytes:
+    pid = rows.first_pid + rank
+    slices = _in_turn(_slices(read_rank(rank, path), rows))
     return _packed(
         slice_ | {"pid": pid}
-        for chunk in (_names(f"{place.name} rank {rank}", pid), slices)
+        for chunk in (_names(f"{rows.name} rank {rank}", pid), slices)
         for slice_ in chunk
     )
 
@@ -111,7 +111,7 @@ def _names(name: str, pid: int) -> Iterator[Slice]:
         }
 
 
-def _faults(facts: Facts, place: _Place) -> Iterator[Slice]:
+def _faults(facts: Facts, rows: _RunRows) -> Iterator[Slice]:
     """Yield a mark for each recovery, on each rank of the recovery."""
     for episode in facts.episodes:
         name = "; ".join(episode.causes)
@@ -123,7 +123,7 @@ def _faults(facts: Facts, place: _Place) -> Iterator[Slice]:
                 "ts": episode.start_us,
                 "name": name,
             }
-            yield mark | {"pid": place.first_pid + rank}
+            yield mark | {"pid": rows.first_pid + rank}
 
 
 def _in_turn(slices: Iterator[Slice]) -> list[Slice]:
@@ -139,13 +139,13 @@ def _in_turn(slices: Iterator[Slice]) -> list[Slice]:
     return sorted(found, key=itemgetter("ts"))
 
 
-def _slices(log: RankLog, place: _Place) -> Iterator[Slice]:
-    tiling = account(log, place.end_us)
-    yield from _compute(tiling, place.most // 2)
+def _slices(log: RankLog, rows: _RunRows) -> Iterator[Slice]:
+    tiling = account(log, rows.end_us)
+    yield from _compute(tiling, rows.most // 2)
     yield from _recoveries(tiling)
-    yield from _copies(log.tables["SnapshotTaken"], place.most // 4)
-    yield from _sent(log.tables["WindowReplicated"], place.most // 8)
-    yield from _logs(log.commits, place.most // 16)
+    yield from _copies(log.tables["SnapshotTaken"], rows.most // 4)
+    yield from _sent(log.tables["WindowReplicated"], rows.most // 8)
+    yield from _logs(log.commits, rows.most // 16)
     for noted in log.events:
         at_us, event = noted.at_us, noted.event
         if isinstance(event, WindowPersisted):

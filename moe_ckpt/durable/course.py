@@ -1,4 +1,4 @@
-"""The course of a run: settings that decide its states, and its place in the data.
+"""The course of a run: settings that decide its states, and its position in the data.
 
 Owns: course.json in the run folder and in each whole checkpoint, and the comparison
 with the settings of a later start. A window on a local disk is replayed under the
@@ -52,7 +52,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Course:
-    """The settings that decide the states of a run, and the run's place in its data."""
+    """The settings that decide a run's states, and the run's position in its data."""
 
     settings: Mapping[str, Setting] = field(default_factory=dict)
     """Values of settings, by name.
@@ -170,9 +170,9 @@ class RunCourse:
         settings_of_replays: Mapping[str, object] | None = None,
         samples_an_iteration: int = 0,
     ) -> None:
-        """Begin with the place in the data that the run folder names.
+        """Begin with the position in the data that the run folder names.
 
-        A replacement worker needs the place in the data. Not collective.
+        A replacement worker needs the position in the data. Not collective.
 
         Args:
             folder: The run folder.
@@ -197,7 +197,7 @@ class RunCourse:
         self.course = _continued(mine, first) if first else mine
 
     def begin_anew(self) -> None:
-        """Reset the place in the data at a start that has loaded no state yet.
+        """Reset the position in the data at a start that has loaded no state yet.
 
         Not collective.
         """

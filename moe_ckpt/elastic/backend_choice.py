@@ -37,12 +37,12 @@ def backend_kind(wanted: str, *, on_gpu: bool, share_gpus: bool = False) -> str:
     kind = (NCCL if on_gpu else GLOO) if wanted == AUTO else wanted
     # gloo cannot send or scatter tensors of a GPU
     others = (NCCL, STAGED) if on_gpu else (GLOO, STAGED)
-    place = "on a GPU" if on_gpu else "without a GPU"
+    where = "on a GPU" if on_gpu else "without a GPU"
     require(
         kind in others,
         "runtime.backend",
         kind,
-        f"{AUTO}, {others[0]} or {others[1]} {place}",
+        f"{AUTO}, {others[0]} or {others[1]} {where}",
     )
     wanted_share = (
         f"false with runtime.backend={kind}: it is NCCL that refuses to share a GPU"
@@ -88,7 +88,7 @@ def use_gpu(launch: Launch, wanted: str, *, share_gpus: bool = False) -> None:
     rank 0 prints a warning.
 
     Args:
-        launch: The rank's place in the job.
+        launch: The rank's position in the job.
         wanted: `runtime.backend`.
         share_gpus: `runtime.share_gpus`: several ranks share a GPU, on one node.
 

@@ -103,7 +103,7 @@ class Backend(Protocol):
 
         Args:
             store: The part of the job's store in which the members meet.
-            rank: This process's place in the group.
+            rank: This process's position in the group.
             size: The number of members.
             form_s: The time limit for forming the group, in seconds.
             operation_s: The time limit of each operation of the group, in seconds.

@@ -3,8 +3,8 @@
 A replacement repairs a hardware fault, and always a signal or a hang. Most hardware
 faults arrive as exceptions, though: CUDA and NCCL errors, ECC, file systems that time
 out. `is_fault` separates hardware faults from errors of the program by type and
-message. An exception that a replacement repeats in the same iteration at the same place
-is an error of the program after all: see `Failure.repeats`.
+message. An exception that a replacement repeats in one iteration at one location is an
+error of the program after all: see `Failure.repeats`.
 
 Owns: the patterns, and the file in which a worker leaves its last exception for its
 supervisor. Must not: decide the consequences for a worker (`elastic.supervisor` does).
@@ -59,7 +59,7 @@ class Failure:
     error: str
     """Type and message of the exception, cut to 300 characters."""
 
-    place: str
+    location: str
     """Type of the exception, and the file and line that raised the exception."""
 
     iteration: int
@@ -69,14 +69,14 @@ class Failure:
     """The traceback, as text."""
 
     def repeats(self, earlier: Failure | None) -> bool:
-        """Return whether an earlier failure had the same iteration and place.
+        """Return whether an earlier failure had the same iteration and location.
 
         Args:
             earlier: The failure of an earlier worker of the rank; None: there was none.
         """
-        return earlier is not None and (self.iteration, self.place) == (
+        return earlier is not None and (self.iteration, self.location) == (
             earlier.iteration,
-            earlier.place,
+            earlier.location,
         )
 
 
@@ -116,12 +116,12 @@ def failure_of(error: BaseException, iteration: int) -> Failure:
         iteration: The iteration in which the worker failed.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    place = type(error).__name__
+    location = type(error).__name__
     if frames:
-        place += f" at {frames[-1].filename}:{frames[-1].lineno}"
+        location += f" at {frames[-1].filename}:{frames[-1].lineno}"
     return Failure(
         error=text_of(error),
-        place=place[-_MESSAGE_CHARS:],
+        location=location[-_MESSAGE_CHARS:],
         iteration=iteration,
         traceback="".join(traceback.format_exception(error)),
     )

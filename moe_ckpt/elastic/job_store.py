@@ -83,7 +83,7 @@ def use_hosted_store(
     """Use a store of the job's own, at the address that torchrun has chosen.
 
     Args:
-        launch: This process's place in the job.
+        launch: This process's position in the job.
         host: Called on global rank 0. Must start a process that ends with the calling
             process, and that only runs the function that `host` receives.
     """

@@ -1,4 +1,4 @@
-"""The live workers of a run, and their places: RUN/live/rankNNNN.json.
+"""The live workers of a run, and their locations: RUN/live/rankNNNN.json.
 
 Each worker writes its file at its start, and the file describes the worker as of that
 start. Only processes of the same PID namespace on the same machine can find out whether
@@ -71,7 +71,7 @@ class LiveWorker:
 
     @property
     def where(self) -> str:
-        """Place of a worker that is not here, for messages."""
+        """Location of a worker that is not here, for messages."""
         return "in another container" if self.boot == boot_id() else f"on {self.host}"
 
     @property

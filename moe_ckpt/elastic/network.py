@@ -25,7 +25,7 @@ def own_host(launch: Launch, interface: str | None) -> str:
     """Return this node's address on an interface.
 
     Args:
-        launch: This process's place in the job.
+        launch: This process's position in the job.
         interface: The interface. None: the interface that leads to the rendezvous, or
             the loopback if the job has no other nodes.
 

@@ -91,7 +91,7 @@ class Guards:
             members: The name of the group's members, the same on all ranks.
             generation: The generation.
         """
-        self._place = f"{generation}/{members}"
+        self._name = f"{generation}/{members}"
         self._num_begun = 0
 
     def next(self) -> int:
@@ -101,9 +101,9 @@ class Guards:
             An integer from 2^40 up to 2^41: sums over 2^22 ranks are below 2^63.
         """
         self._num_begun += 1
-        place = f"{self._place}/{self._num_begun}"
+        guard = f"{self._name}/{self._num_begun}"
         return (
-            _LEAST_SUMMAND + xxhash.xxh3_64_intdigest(place.encode()) % _LEAST_SUMMAND
+            _LEAST_SUMMAND + xxhash.xxh3_64_intdigest(guard.encode()) % _LEAST_SUMMAND
         )
 
 
@@ -194,7 +194,7 @@ class ElasticGroup(dist.ProcessGroup):
 
         Args:
             members: The name of the group's members, the same on all of them.
-            own: This process's place in the group.
+            own: This process's position in the group.
             size: The number of members.
             transport: The backend of the inner groups.
             groups: All handles of this process.

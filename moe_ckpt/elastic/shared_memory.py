@@ -218,10 +218,10 @@ def _move(root: Path, ranks: range) -> None:
 
 def _keep(blobs: Path, owner: int, root: Path, ranks: range) -> None:
     own = own_path(rank_memory(root, owner)) if owner in ranks else None
-    place = own or held_path(rank_memory(root, ranks[0]), owner)
-    if blobs.exists() and not place.exists():
-        make_private(place.parent)
-        blobs.rename(place)
+    target = own or held_path(rank_memory(root, ranks[0]), owner)
+    if blobs.exists() and not target.exists():
+        make_private(target.parent)
+        blobs.rename(target)
 
 
 def _number(folder: Path) -> int:

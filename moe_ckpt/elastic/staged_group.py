@@ -119,8 +119,8 @@ class StagedGroup(dist.ProcessGroup):
         # sources back would overwrite the results
         first = _host_copy if name in WITHOUT_RESULT else as_result
         staged = [
-            _mapped(_host_copy if place else first, value)
-            for place, value in enumerate(arguments)
+            _mapped(_host_copy if index else first, value)
+            for index, value in enumerate(arguments)
         ]
         return StagedWork(getattr(self._host_group, name)(*staged, **options), results)
 

@@ -1,7 +1,7 @@
 """The status page that a worker shares with its supervisor.
 
 The page is a file of 4 KiB in shared memory, written without system calls. Owns: the
-place of each number. The worker writes its phase. The supervisor reads the page, and
+offset of each number. The worker writes its phase. The supervisor reads the page, and
 detects a hang. A fault injector writes an order, which the worker executes on itself at
 the named point: a real signal, at an exact moment. Every number is eight aligned bytes,
 which are read and written whole.

@@ -21,7 +21,7 @@ _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """This process's place in the job."""
+    """This process's position in the job."""
 
     global_rank: int
     """The rank in the job."""
@@ -57,7 +57,7 @@ def is_launched() -> bool:
 
 
 def read_launch(script: str = "SCRIPT") -> Launch:
-    """Return this process's place in the job.
+    """Return this process's position in the job.
 
     Args:
         script: The script, for the command in the error.

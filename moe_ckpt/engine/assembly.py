@@ -116,18 +116,20 @@ class InMemoryAssembly:
         """
         self._config = config
         self._adapter = adapter
-        self._place = adapter.place
+        self._position = adapter.position
         self._events = events
         self._elastic = elastic
         self._disk_folder = (
-            Path(config.disk.path) / self._place.identity.run_id
+            Path(config.disk.path) / self._position.identity.run_id
             if config.disk.path
             else folder
         )
         self._on_divergence = on_divergence
         self._computed = computed
         self._schedule = FaultSchedule(losses)
-        self._schedule.check_fit(self._place.num_stages, self._place.identity.layout.dp)
+        self._schedule.check_fit(
+            self._position.num_stages, self._position.identity.layout.dp
+        )
         self._parts: RankParts | None = None
         self._profiles: SharedProfiles | None = None
         self._sizes: WindowSizes | None = None
@@ -164,7 +166,7 @@ class InMemoryAssembly:
         )
         if self._elastic:
             # before `use_peers`, which then names the holders that all ranks can reach
-            if changed := self._elastic.holders.agree(self._place.ranks):
+            if changed := self._elastic.holders.agree(self._position.ranks):
                 self._events.append(changed)
             # a daemon that was replaced since the last generation has another address
             self._elastic.use_peers()
@@ -181,7 +183,7 @@ class InMemoryAssembly:
             StateLosses(
                 self._schedule,
                 self._adapter.injector,
-                self._place,
+                self._position,
                 tier.lose,
                 self._events,
             ),
@@ -203,7 +205,7 @@ class InMemoryAssembly:
         # and snapshots
         memory = RankMemory(
             self._config,
-            self._place,
+            self._position,
             self._elastic,
             self._disk_folder,
             snapshots_limit_bytes=self._snapshots_limit_bytes(policy),
@@ -226,7 +228,9 @@ class InMemoryAssembly:
         """Raise ConfigError on all ranks if the forecast exceeds shared memory."""
         if self._elastic is not None:
             needed_bytes = policy.start_forecast().shared_bytes
-            require_shared_room(self._place.ranks, self._elastic.memory, needed_bytes)
+            require_shared_room(
+                self._position.ranks, self._elastic.memory, needed_bytes
+            )
 
     def _snapshots_limit_bytes(self, policy: InMemoryPolicy) -> int | None:
         """Return the maximum bytes of snapshots, or None without a memory budget.
@@ -296,7 +300,7 @@ class InMemoryAssembly:
             else 0,
             step_log_bytes=self._adapter.step_log_bytes,
         )
-        return share_profiles(self._place, mine, self._profiles)
+        return share_profiles(self._position, mine, self._profiles)
 
 
 def _make_policy(
@@ -306,18 +310,22 @@ def _make_policy(
     num_copies: int,
     sizes: WindowSizes | None,
 ) -> InMemoryPolicy:
-    place = adapter.place
+    position = adapter.position
     match config:
         case MoevementConfig():
-            share = alone_share(adapter.num_micro_batches, place.num_stages)
-            return SparseWindows(config, stages, place.stage, num_copies, share, sizes)
+            share = alone_share(adapter.num_micro_batches, position.num_stages)
+            return SparseWindows(
+                config, stages, position.stage, num_copies, share, sizes
+            )
         case GeminiConfig() | CheckfreqConfig():
-            return WholeSnapshots(config, stages, place.stage, num_copies)
+            return WholeSnapshots(config, stages, position.stage, num_copies)
         case MocConfig():
-            return PartialExperts(config, stages, place.stage, place.identity.layout.ep)
+            return PartialExperts(
+                config, stages, position.stage, position.identity.layout.ep
+            )
         case MoetionConfig():
-            return PopularExperts(config, stages, place.stage, num_copies)
+            return PopularExperts(config, stages, position.stage, num_copies)
         case FlowcheckConfig():
-            return ServerSnapshots(config, stages, place.stage, num_copies)
+            return ServerSnapshots(config, stages, position.stage, num_copies)
         case _:
             assert_never(config)

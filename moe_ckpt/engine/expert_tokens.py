@@ -28,7 +28,7 @@ class ExpertTokens:
 
     def __init__(self, config: InMemoryConfig, parts: RankParts) -> None:
         self._kind, self._decay = config.popularity, config.popularity_decay
-        self._place = parts.adapter.place
+        self._position = parts.adapter.position
         self._counts = parts.counts
         self._boost = parts.adapter.boost
         self._account = parts.account
@@ -36,7 +36,9 @@ class ExpertTokens:
         self._log = parts.events
         self._counted: ExpertCounts | None = None
         self._made_up: IntArray | None = None
-        writes = parts.adapter.place.stage_ranks.rank == 0 and parts.counts is not None
+        writes = (
+            parts.adapter.position.stage_ranks.rank == 0 and parts.counts is not None
+        )
         self.events = ExpertEvents(
             parts.adapter.operators.table, parts.events, writes=writes
         )
@@ -81,10 +83,10 @@ class ExpertTokens:
         extra, self._made_up = self._made_up, None
         if self._boost is None or self._account is None or extra is None:
             return
-        total = torch.from_numpy(extra).to(self._place.device)
+        total = torch.from_numpy(extra).to(self._position.device)
         # over the stage: all ranks of the stage then have equal deficits, and give
         # their experts equal capacity
-        self._place.stage_ranks.reduce(total, "sum")
+        self._position.stage_ranks.reduce(total, "sum")
         self._boost.make_up(total.cpu().numpy())
         self._account.deficit = self._boost.deficit.copy()
         boosted = self._boost.boosted(iteration)
@@ -95,12 +97,12 @@ class ExpertTokens:
         """Return the popularity over all ranks of the stage, float64 [experts]."""
         # a copy: the reduction would write the stage's sum into this rank's own counts
         popularity = torch.from_numpy(self._meter.popularity.copy()).to(
-            self._place.device
+            self._position.device
         )
         # ranks that used only their own counts would put different experts into one
         # snapshot
         if self._counts:
-            self._place.stage_ranks.reduce(popularity, "sum")
+            self._position.stage_ranks.reduce(popularity, "sum")
         return popularity.cpu().numpy()
 
     def measured(self, measured: Measured) -> None:

@@ -33,14 +33,14 @@ HOST_MEMORY, LOCAL_DISK = "host memory", "local disk"
 class Source:
     """A state of the whole job."""
 
-    place: str
+    location: str
     """Name of a tier (`HOST_MEMORY`, `LOCAL_DISK`), or directory of a checkpoint."""
 
     iteration: int
     """Number of optimizer steps in the state."""
 
     def __str__(self) -> str:
-        return f"{self.place} at iteration {self.iteration}"
+        return f"{self.location} at iteration {self.iteration}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,14 +162,14 @@ class Fallback:
         )
         self._quarantined = frozenset().union(*quarantined)
         sources = [
-            Source(place=ref.directory, iteration=ref.iteration)
+            Source(location=ref.directory, iteration=ref.iteration)
             for ref in self._durable.committed()
         ]
         passed_over: list[str] = []
         if job_recovery is not None:
             disks = job_recovery.look_at_disks()
             if disks.newest is not None:
-                sources.append(Source(place=LOCAL_DISK, iteration=disks.newest))
+                sources.append(Source(location=LOCAL_DISK, iteration=disks.newest))
             # snapshots that the ranks cannot use together are an error, not a silent
             # new start
             elif any(disks.of_each) and not disks.new_ranks:
@@ -185,7 +185,7 @@ class Fallback:
                 )
         best_first = sorted(
             sources,
-            key=lambda source: (source.iteration, source.place == LOCAL_DISK),
+            key=lambda source: (source.iteration, source.location == LOCAL_DISK),
             reverse=True,
         )
         bad = self._quarantined | {
@@ -226,17 +226,17 @@ class Fallback:
             started_s = time.monotonic()
             if self._course:
                 self.changed = self._course.require_kept(
-                    for_replays=source.place == LOCAL_DISK
+                    for_replays=source.location == LOCAL_DISK
                 )
             try:
                 self._load(source, job_recovery)
             except CheckpointLoadError as error:
                 self._events.append(
-                    CheckpointSkipped(source=source.place, reason=str(error))
+                    CheckpointSkipped(source=source.location, reason=str(error))
                 )
                 reasons.append(
                     str(error)
-                    if str(error).startswith(source.place)
+                    if str(error).startswith(source.location)
                     else f"{source}: {error}"
                 )
                 continue
@@ -244,7 +244,7 @@ class Fallback:
             self._events.append(
                 StateResumed(
                     iteration=source.iteration,
-                    source=source.place,
+                    source=source.location,
                     seconds=seconds,
                     passed_over=reasons,
                 )
@@ -265,9 +265,9 @@ class Fallback:
         return None
 
     def _load(self, source: Source, job_recovery: JobRecovery | None) -> None:
-        if source.place != LOCAL_DISK:
+        if source.location != LOCAL_DISK:
             self._durable.resume(
-                CheckpointRef(iteration=source.iteration, directory=source.place)
+                CheckpointRef(iteration=source.iteration, directory=source.location)
             )
             if job_recovery is not None:
                 # only after the load: while the checkpoint is read, memory stays a

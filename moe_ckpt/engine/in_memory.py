@@ -78,7 +78,7 @@ class InMemoryCheckpointing:
         if undo:
             self.tier.stop_observing()
         # the copier reads the tensors that the recovery is about to overwrite
-        self.tier.settle()
+        self.tier.finish_snapshot()
         assert self._stage_recovery is not None, lost
         self._stage_recovery.recover(lost, target_iteration, undo=undo)
         # the loss tears the snapshot in flight: without the torn slot no rank has a

@@ -54,7 +54,7 @@ class InMemoryTier:
         self.logs = IterationLogs(config, parts)
         self._strict = config.strict
         self.recovers_locally = config.recovers_locally
-        self._place = parts.adapter.place
+        self._position = parts.adapter.position
         self._stage = parts.adapter.stage
         self._operators = parts.adapter.operators
         self._memory = parts.memory
@@ -119,7 +119,7 @@ class InMemoryTier:
         # before the agreement, which sums the popularity over the stage
         self._experts.count()
         if self._agreement.awaits:
-            self._confirm(wait=waits)
+            self._decide(wait=waits)
         with self._meter.stalling():
             self._sink.ready(iteration, gradients)
         if not self._agreement.disk.is_writing:
@@ -154,7 +154,7 @@ class InMemoryTier:
         if self._agreement.awaits:
             # decide first: otherwise the window in flight is dropped, and was taken for
             # nothing
-            self._confirm(wait=True)
+            self._decide(wait=True)
         self._collect(wait=True)  # the engine has room for one capture
         self._experts.events.took(plan)
         if plan.slot == 0:
@@ -202,18 +202,18 @@ class InMemoryTier:
             window.is_whole_state and window.start == plan.window_start
             for window in windows
         )
-        # the rank with the fewest windows decides for all: snapshots and confirmations
+        # the rank with the fewest windows decides for all: snapshots and decisions
         # are collective
         facts = {"num_kept": len(windows), "has_state": has_state}
         all_have = reduce_extremes(
-            self._place.ranks, self._place.device, largest={}, smallest=facts
+            self._position.ranks, self._position.device, largest={}, smallest=facts
         )
         if all_have["has_state"] and not to_disk:
             self.logs.drop_old()
             return
         self.take(plan, to_disk=to_disk)
         if not all_have["num_kept"]:
-            self._confirm(wait=True)
+            self._decide(wait=True)
             # training waits for the whole of this snapshot, and for no other
             self._meter.drop_snapshot()
 
@@ -271,12 +271,12 @@ class InMemoryTier:
         self._operators.freeze(())  # an interrupted replay leaves operators frozen
         self._sink.clear()
         # the copier still reads tensors that the recovery overwrites
-        self.settle()
-        # after `settle`: the last snapshot may complete a window that other ranks have
-        # confirmed before the fault
+        self.finish_snapshot()
+        # after `finish_snapshot`: the last snapshot may complete a window that other
+        # ranks have kept before the fault
         self._memory.snapshots.keep_complete()
 
-    def settle(self) -> None:
+    def finish_snapshot(self) -> None:
         """Finish the snapshot in progress, without the cap on copies.
 
         Afterwards the captured state may change.
@@ -286,7 +286,7 @@ class InMemoryTier:
 
     def close(self) -> None:
         """Finish the snapshot in progress, and end the copying threads."""
-        self.settle()
+        self.finish_snapshot()
         for copier in self._memory.copiers:
             copier.close()
 
@@ -339,10 +339,10 @@ class InMemoryTier:
             )
         )
 
-    def _confirm(self, *, wait: bool) -> None:
+    def _decide(self, *, wait: bool) -> None:
         with self._meter.waiting():
             self._collect(wait=wait)
-        self._agreement.confirm(wait=wait)
+        self._agreement.decide(wait=wait)
 
     def finish_persisting(self) -> None:
         """Wait for the write to disk in progress.

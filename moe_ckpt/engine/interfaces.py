@@ -1,8 +1,8 @@
 """The Protocols through which the engine uses the training framework.
 
 `moe_ckpt.megatron` implements the Protocols. The module also defines two values that
-hold implementations: `StagePlace`, the place of a rank in the job, and `RankAdapter`,
-all of a rank's training. No behaviour is defined here.
+hold implementations: `RankPosition`, the position of a rank in the job, and
+`RankAdapter`, all of a rank's training. No behaviour is defined here.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from moe_ckpt.types import ExpertCounts, OperatorTable, ReadyGradients, RunIdent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class StagePlace:
-    """The place of this rank in the job: run, shard, groups of ranks and neighbours."""
+class RankPosition:
+    """A rank's position in the job: run, shard, groups of ranks and neighbours."""
 
     identity: RunIdentity
     """Run id, model fingerprint and parallel layout of the run."""
@@ -327,7 +327,7 @@ class RankAdapter:
     Lifetime: that of the process. Only the operator table changes with a generation.
     """
 
-    place: StagePlace
+    position: RankPosition
     """The rank's position in the job, and the groups of ranks."""
 
     stage: Stage

@@ -5,7 +5,7 @@ and local disks. Owns: the inventory of units of all ranks, loading the versions
 the plan names, and the account of lost tokens. Must not: choose versions
 (`recovery.units` does). MoC, section 5.1; MoEtion, section 6.
 
-    inventories of memory -> plan, or inventories of all places -> plan
+    inventories of memory -> plan, or inventories of all levels -> plan
     -> fetch, verify -> load -> account -> a new epoch begins
 """
 
@@ -70,7 +70,7 @@ class _Stock:
     """The units that one rank found."""
 
     inventory: UnitInventory
-    """The rank's own units, by place."""
+    """The rank's own units, by level."""
 
     held: Mapping[int, Mapping[tuple[str, Version], str]]
     """Keys of other ranks' units in this rank's memory, by owner, then by name and
@@ -95,7 +95,7 @@ class PartialRecovery:
     ) -> None:
         assert parts.account is not None, "units go with an account of lost tokens"
         self.copies = CopySurvey(parts, elastic, NoSource())
-        self._place = parts.adapter.place
+        self._position = parts.adapter.position
         self._stage = parts.adapter.stage
         self._operators = parts.adapter.operators
         self._boost = parts.adapter.boost
@@ -124,14 +124,14 @@ class PartialRecovery:
         if plan_units(_with_held(stocks)) is None:
             stocks = self._take_stock(_MEMORY, _DISK, held=True)
         with self._units(stocks) as (plan, units):
-            fetch_s, places = (
+            fetch_s, levels = (
                 time.monotonic() - started_s,
-                plan.sources[self._place.shard.global_rank],
+                plan.sources[self._position.shard.global_rank],
             )
             fetched = [
                 unit.header
                 for name, unit in units.items()
-                if places[name] not in (_MEMORY, _DISK)
+                if levels[name] not in (_MEMORY, _DISK)
             ]
             fetched_bytes = sum(header.payload_bytes for header in fetched)
             shares = self._load(plan, units)
@@ -215,37 +215,37 @@ class PartialRecovery:
         self._reset_tokens()
         self._begin_epoch(stocks)
 
-    def _take_stock(self, *places: str, held: bool = False) -> list[_Stock]:
-        """Return every rank's intact units in these places. Collective.
+    def _take_stock(self, *levels: str, held: bool = False) -> list[_Stock]:
+        """Return every rank's intact units on these levels. Collective.
 
         Args:
-            places: Some of `_LEVELS`.
+            levels: Some of `_LEVELS`.
             held: Whether to include units in peers' memory.
         """
         owners = sorted(held_paths(self._elastic.memory)) if held else []
         return gather_results(
-            self._place.ranks,
-            lambda: self._my_stock(places, owners),
+            self._position.ranks,
+            lambda: self._my_stock(levels, owners),
             CheckpointLoadError,
         )
 
-    def _my_stock(self, places: Sequence[str], owners: Sequence[int]) -> _Stock:
-        mine = self._place.shard.global_rank
+    def _my_stock(self, levels: Sequence[str], owners: Sequence[int]) -> _Stock:
+        mine = self._position.shard.global_rank
         # a death during publication leaves only some units of a snapshot: the core
         # contains the complete number
         whole = {
-            place: without_torn(self._found_in(place), _LEVELS[place])
-            for place in places
+            level: without_torn(self._found_in(level), _LEVELS[level])
+            for level in levels
         }
         found = {
-            place: list(self._intact(units, mine)) for place, units in whole.items()
+            level: list(self._intact(units, mine)) for level, units in whole.items()
         }
         held = {owner: dict(self._held_for(owner)) for owner in owners}
         return _Stock(
             inventory=UnitInventory(
                 global_rank=mine,
-                places={
-                    place: _by_name(map(_id, units)) for place, units in found.items()
+                levels={
+                    level: _by_name(map(_id, units)) for level, units in found.items()
                 },
                 needed=_needed(unit for units in found.values() for unit in units),
             ),
@@ -256,8 +256,8 @@ class PartialRecovery:
             needed={owner: _needed(units.values()) for owner, units in held.items()},
         )
 
-    def _found_in(self, place: str) -> list[Snapshot]:
-        if place == _MEMORY:
+    def _found_in(self, level: str) -> list[Snapshot]:
+        if level == _MEMORY:
             return self._memory.snapshots.snapshots()
         disk = self._memory.disk
         if disk is None:
@@ -278,15 +278,15 @@ class PartialRecovery:
                 # of another rank only the number is known here: that rank compares the
                 # shard after the fetch
                 shard = (
-                    self._place.shard
-                    if owner == self._place.shard.global_rank
+                    self._position.shard
+                    if owner == self._position.shard.global_rank
                     else unit.header.shard
                 )
                 if shard.global_rank == owner:
-                    verify(unit, identity=self._place.identity, shard=shard)
+                    verify(unit, identity=self._position.identity, shard=shard)
                     yield unit
             except CheckpointLoadError as error:
-                # passed over, not raised: another place may have the same version
+                # passed over, not raised: another level may have the same version
                 # intact
                 self._events.append(
                     CheckpointSkipped(source=str(unit.header), reason=str(error))
@@ -314,18 +314,18 @@ class PartialRecovery:
                 if plan is None:
                     raise NothingLeftError(_nothing_common(inventories))
                 fetch = functools.partial(self._fetch, plan, stocks, folder)
-                found = gather_results(self._place.ranks, fetch, CheckpointLoadError)
+                found = gather_results(self._position.ranks, fetch, CheckpointLoadError)
                 if not any(found):
                     yield plan, self._get(plan, folder)
                     return
-                # a place that failed one rank may still serve the others
+                # a level that failed one rank may still serve the others
                 inventories = [
                     replace(
                         each,
-                        places={
-                            place: units
-                            for place, units in each.places.items()
-                            if place != failed
+                        levels={
+                            level: units
+                            for level, units in each.levels.items()
+                            if level != failed
                         },
                     )
                     for each, failed in zip(inventories, found, strict=True)
@@ -339,19 +339,19 @@ class PartialRecovery:
         """Copy this rank's units of the plan from peers into `folder`.
 
         Returns:
-            The first place that failed, or None.
+            The first level that failed, or None.
         """
-        # drop the units of a place that failed, or of a worker that died in a recovery:
-        # damaged leftovers must not fail another place
+        # drop the units of a level that failed, or of a worker that died in a recovery:
+        # damaged leftovers must not fail another level
         folder.clear()
-        mine = self._place.shard.global_rank
+        mine = self._position.shard.global_rank
         sources = plan.sources[mine]
         for holder, stock in enumerate(stocks):
-            place = _memory_of(holder)
+            level = _memory_of(holder)
             wanted = [
                 (name, plan.units[name])
                 for name, where in sources.items()
-                if where == place
+                if where == level
             ]
             if not wanted:
                 continue
@@ -372,27 +372,31 @@ class PartialRecovery:
                 # verify here, while another plan is still possible: `_load` overwrites
                 # the state
                 for unit in read_units(folder).values():
-                    verify(unit, identity=self._place.identity, shard=self._place.shard)
+                    verify(
+                        unit,
+                        identity=self._position.identity,
+                        shard=self._position.shard,
+                    )
             except CheckpointLoadError as error:
                 _log.warning(
-                    "rank %d cannot have its units in the %s: %s", mine, place, error
+                    "rank %d cannot have its units in the %s: %s", mine, level, error
                 )
-                return place
+                return level
         return None
 
     def _get(self, plan: UnitRecovery, folder: BlobFolder) -> dict[str, Snapshot]:
         """Return this rank's units of the plan, all of them local and verified."""
-        sources = plan.sources[self._place.shard.global_rank]
-        places = {
-            place: self._found_in(place)
-            for place in _LEVELS
-            if place in sources.values()
+        sources = plan.sources[self._position.shard.global_rank]
+        levels = {
+            level: self._found_in(level)
+            for level in _LEVELS
+            if level in sources.values()
         }
         fetched = list(read_units(folder).values())
         return {
             name: next(
                 unit
-                for unit in places.get(where, fetched)
+                for unit in levels.get(where, fetched)
                 if _id(unit) == (name, plan.units[name])
             )
             for name, where in sources.items()
@@ -419,10 +423,12 @@ class PartialRecovery:
             if unit.header.unit and name != CORE
         }
         gathered = gather_results(
-            self._place.ranks, lambda: (self._place.stage, mine), CheckpointLoadError
+            self._position.ranks,
+            lambda: (self._position.stage, mine),
+            CheckpointLoadError,
         )
         of_stage = [
-            of_rank for stage, of_rank in gathered if stage == self._place.stage
+            of_rank for stage, of_rank in gathered if stage == self._position.stage
         ]
         seen = {
             name: tokens for of_rank in of_stage for name, tokens in of_rank.items()
@@ -430,8 +436,8 @@ class PartialRecovery:
         loss = self._account.restore(_facts(parts, ACCOUNT), seen)
         self._count_anew()
         lost = gather_results(
-            self._place.ranks,
-            lambda: (self._place.stage, self._account.lost),
+            self._position.ranks,
+            lambda: (self._position.stage, self._account.lost),
             CheckpointLoadError,
         )
         of_stages: dict[int, IntArray] = dict(lost)
@@ -476,16 +482,16 @@ def _with_held(stocks: Sequence[_Stock]) -> list[UnitInventory]:
     inventories = []
     for stock in stocks:
         owner = stock.inventory.global_rank
-        places = dict(stock.inventory.places)
+        levels = dict(stock.inventory.levels)
         needed = dict(stock.inventory.needed)
         for holder in stocks:
             if owner in holder.held:
-                places[_memory_of(holder.inventory.global_rank)] = _by_name(
+                levels[_memory_of(holder.inventory.global_rank)] = _by_name(
                     holder.held[owner]
                 )
                 needed = {**holder.needed[owner], **needed}
         inventories.append(
-            UnitInventory(global_rank=owner, places=places, needed=needed)
+            UnitInventory(global_rank=owner, levels=levels, needed=needed)
         )
     return inventories
 

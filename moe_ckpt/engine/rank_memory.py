@@ -18,7 +18,7 @@ import torch
 from moe_ckpt.collectives import Ranks, gather_results
 from moe_ckpt.config import InMemoryConfig
 from moe_ckpt.elastic.context import ElasticContext
-from moe_ckpt.engine.interfaces import StagePlace
+from moe_ckpt.engine.interfaces import RankPosition
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.linux import boot_id
 from moe_ckpt.policies.memory_forecast import SharedUse, require_room
@@ -49,7 +49,7 @@ class RankMemory:
     def __init__(
         self,
         config: InMemoryConfig,
-        place: StagePlace,
+        position: RankPosition,
         elastic: ElasticContext | None,
         disk_folder: Path,
         *,
@@ -59,7 +59,7 @@ class RankMemory:
 
         Args:
             config: The caps of copies, the kept windows, and the logs of the policy.
-            place: The rank's position in the job.
+            position: The rank's position in the job.
             elastic: The rank's means to survive the loss of ranks. None: the memory
                 ends with the process.
             disk_folder: The run's folder for snapshots on the local disk.
@@ -81,7 +81,7 @@ class RankMemory:
 
         if elastic:
             self.publisher = _open_publisher(elastic, copier)
-            self.disk = _open_disk(config, place, elastic, disk_folder)
+            self.disk = _open_disk(config, position, elastic, disk_folder)
         # private memory: the boundary log may end with the process, whose stage then
         # replays and logs the sent tensors again
         log_buffers = HostBuffers(private)
@@ -89,7 +89,7 @@ class RankMemory:
         snapshot_buffers = HostBuffers(
             shared_or_private, limit_bytes=snapshots_limit_bytes
         )
-        keeps_log = config.boundary_log and place.num_stages > 1
+        keeps_log = config.boundary_log and position.num_stages > 1
 
         self.copiers = (copier, log_copier)
         """Threads that copy from the device: one for snapshots, under the cap `host`,
@@ -179,13 +179,16 @@ def _open_publisher(elastic: ElasticContext, copier: HostCopier) -> Publisher:
 
 
 def _open_disk(
-    config: InMemoryConfig, place: StagePlace, elastic: ElasticContext, folder: Path
+    config: InMemoryConfig,
+    position: RankPosition,
+    elastic: ElasticContext,
+    folder: Path,
 ) -> LocalDisk:
     """Open this rank's folder on the local disk.
 
     At the end of the job the rank's supervisor saves the memory to this folder.
     """
-    rank = place.shard.global_rank
+    rank = position.shard.global_rank
     disk = LocalDisk(folder, rank, elastic.daemon, config.disk.budget_bytes)
     # the last save handles windows only: partial checkpoints go on from the units on
     # disk
@@ -193,8 +196,8 @@ def _open_disk(
         target = SaveTarget(
             path=str(disk.path),
             limit_bytes=disk.limit_bytes,
-            identity=place.identity,
-            shard=place.shard,
+            identity=position.identity,
+            shard=position.shard,
         )
         write_save_target(elastic.memory, target)
     return disk

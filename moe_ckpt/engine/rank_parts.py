@@ -46,5 +46,5 @@ class RankParts:
     @property
     def dense_bytes(self) -> int:
         """Bytes of this rank's whole state."""
-        place, table = self.adapter.place, self.adapter.operators.table
-        return int(table.full_bytes[place.stage_ranks.rank].sum())
+        position, table = self.adapter.position, self.adapter.operators.table
+        return int(table.full_bytes[position.stage_ranks.rank].sum())

@@ -216,7 +216,7 @@ class Session:
             # if no rank went back, the live state goes on
             if recovered.went_back and recovered.iteration is not None:
                 self._suspects.loaded(
-                    Source(place=HOST_MEMORY, iteration=recovered.iteration)
+                    Source(location=HOST_MEMORY, iteration=recovered.iteration)
                 )
         if recovered.iteration is None:
             # no state in memory goes on; `resume` names the source if a state is on
@@ -267,11 +267,11 @@ class Session:
             )
             iteration = self._durable.resume_from(source)
             self._loaded(iteration, changes)
-            self._suspects.loaded(Source(place=str(source), iteration=iteration))
+            self._suspects.loaded(Source(location=str(source), iteration=iteration))
             self.loaded_from = str(source)
             return iteration
         loaded = self._load_best(self._fallback.look(self._job_recovery))
-        self.loaded_from = loaded.place if loaded else None
+        self.loaded_from = loaded.location if loaded else None
         if loaded is None:
             self._require_nothing_left()
         if loaded is None and self._job_recovery:
@@ -374,7 +374,7 @@ class Session:
     def step_committed(self, iteration: int) -> None:
         # NCCL has only queued the gather of weights, which may still fail
         if self._in_memory:
-            self._in_memory.parts.adapter.place.stage_ranks.confirm()
+            self._in_memory.parts.adapter.position.stage_ranks.confirm()
         self._state.be_at(iteration)
         self._enter_phase(Phase.SNAPSHOT)
         if self._in_memory:

@@ -46,7 +46,7 @@ class SnapshotStore:
     """
 
     def __init__(self, parts: RankParts) -> None:
-        self._place = parts.adapter.place
+        self._position = parts.adapter.position
         self._stage = parts.adapter.stage
         self._operators = parts.adapter.operators
         self._account = parts.account
@@ -56,7 +56,7 @@ class SnapshotStore:
         # a generation has one table, gathered when the generation begins
         table = self._operators.table
         self._names = [str(operator) for operator in table.operators]
-        mine = table.full_bytes[parts.adapter.place.stage_ranks.rank]
+        mine = table.full_bytes[parts.adapter.position.stage_ranks.rank]
         self._owned = frozenset(
             position for position, nbytes in enumerate(mine.tolist()) if nbytes
         )
@@ -80,7 +80,7 @@ class SnapshotStore:
             for unit in self._mine(plan.units)
         ]
 
-    def confirm(
+    def keep_in_flight(
         self,
         on_all_disks: int | None,
         being_written: int | None = None,
@@ -107,7 +107,7 @@ class SnapshotStore:
             for iteration in (*on_disk, *starts & {being_written})
             if iteration is not None
         ]
-        self._snapshots.confirm(
+        self._snapshots.keep_in_flight(
             [self._version(iteration) for iteration in iterations],
             lacks_units=lacks_units,
         )
@@ -167,8 +167,8 @@ class SnapshotStore:
         self, plan: SlotPlan, unit: UnitPlan, seen_tokens: int
     ) -> SnapshotRequest:
         header = SnapshotHeader(
-            identity=self._place.identity,
-            shard=self._place.shard,
+            identity=self._position.identity,
+            shard=self._position.shard,
             iteration=plan.iteration,
             window_start=plan.window_start,
             slot=plan.slot,
@@ -235,8 +235,8 @@ class SnapshotStore:
     def _facts(self, plan: SlotPlan, account: TokenAccount) -> list[Piece]:
         """Return the parts of the core beside operators."""
         facts = {
-            # part of the core: otherwise a partial checkpoint would need a step log in
-            # the same places
+            # part of the core: otherwise a partial checkpoint would need a step log on
+            # the same levels
             START: self._stage.begin(plan.iteration + 1),
             ACCOUNT: account.as_tensors(),
             # a replacement's policy has no history: Dynamic-K goes on from these facts,

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import xxhash
 
-from moe_ckpt.engine.interfaces import StagePlace
+from moe_ckpt.engine.interfaces import RankPosition
 from moe_ckpt.packed import first_layer, pack_rows, shifted, unpack_rows
 from moe_ckpt.policies.stage_profile import StageProfile
 from moe_ckpt.types import OperatorTable
@@ -40,12 +40,12 @@ class SharedProfiles:
 
 
 def share_profiles(
-    place: StagePlace, mine: StageProfile, known: SharedProfiles | None = None
+    position: RankPosition, mine: StageProfile, known: SharedProfiles | None = None
 ) -> SharedProfiles:
     """Exchange the profiles of all stages. Collective over all ranks.
 
     Args:
-        place: This rank's place in the job.
+        position: This rank's position in the job.
         mine: The profile of this rank's stage, with the log sizes of this rank.
         known: The profiles of an earlier generation.
 
@@ -56,16 +56,16 @@ def share_profiles(
     logs = torch.tensor(
         [mine.boundary_log_bytes, mine.step_log_bytes],
         dtype=torch.int64,
-        device=place.device,
+        device=position.device,
     )
-    place.stage_ranks.reduce(logs, "max")
-    describes = place.stage_ranks.rank == 0
+    position.stage_ranks.reduce(logs, "max")
+    describes = position.stage_ranks.rank == 0
     origin = first_layer(mine.table.operators)
     packed = _pack(mine.table, origin, logs.tolist()) if describes else b""
-    heads = torch.zeros((place.num_stages, 3), dtype=torch.int64)
+    heads = torch.zeros((position.num_stages, 3), dtype=torch.int64)
     if describes:
-        heads[place.stage] = torch.tensor([_kind(packed), len(packed), origin])
-    stages = _summed(place, heads).tolist()
+        heads[position.stage] = torch.tensor([_kind(packed), len(packed), origin])
+    stages = _summed(position, heads).tolist()
     lengths = {kind: length for kind, length, _ in stages}
     starts = dict(
         zip(lengths, itertools.accumulate(lengths.values(), initial=0), strict=False)
@@ -74,13 +74,13 @@ def share_profiles(
     # only the first stage of a kind adds: the sum of two equal descriptions describes
     # nothing
     if describes and _kind(packed) not in [
-        kind for kind, _, _ in stages[: place.stage]
+        kind for kind, _, _ in stages[: position.stage]
     ]:
         start = starts[_kind(packed)]
         content[start : start + len(packed)] = torch.frombuffer(
             bytearray(packed), dtype=torch.uint8
         )
-    received = _summed(place, content).numpy().tobytes()
+    received = _summed(position, content).numpy().tobytes()
     description = np.array(stages, np.int64).tobytes() + received
     if known is not None and known.description == description:
         return known
@@ -101,9 +101,9 @@ def _kind(packed: bytes) -> int:
     return (xxhash.xxh3_64_intdigest(packed) >> 1) or 1
 
 
-def _summed(place: StagePlace, tensor: torch.Tensor) -> torch.Tensor:
-    there = tensor.to(place.device)
-    place.ranks.reduce(there, "sum")
+def _summed(position: RankPosition, tensor: torch.Tensor) -> torch.Tensor:
+    there = tensor.to(position.device)
+    position.ranks.reduce(there, "sum")
     return there.cpu()
 
 

@@ -58,7 +58,7 @@ class StageRecovery:
     """
 
     def __init__(self, parts: RankParts, on_divergence: str = WINDOW) -> None:
-        self._place = parts.adapter.place
+        self._position = parts.adapter.position
         self._meter = parts.meter
         self._stage = parts.adapter.stage
         self._operators = parts.adapter.operators
@@ -103,7 +103,7 @@ class StageRecovery:
 
         plan = self.intact_plan(target, plan_from)
         self.carry_out(plan, live=not lost.mine)
-        if self._place.shard.global_rank == 0:
+        if self._position.shard.global_rank == 0:
             _log.warning("%s", "; ".join(plan.lines()))
 
     def inventory(self, target: int | None) -> Inventory:
@@ -124,8 +124,8 @@ class StageRecovery:
         ]
         last = 0 if target is None else target
         return Inventory(
-            global_rank=self._place.shard.global_rank,
-            stage=self._place.stage,
+            global_rank=self._position.shard.global_rank,
+            stage=self._position.stage,
             windows=tuple(refs),
             held={},
             logged_from=boundary.complete_from(last) if boundary else last + 1,
@@ -143,7 +143,7 @@ class StageRecovery:
             target: The iteration to which sources have to lead. None: any iteration.
             plan_from: Makes a plan from the inventories of all ranks.
         """
-        ranks = self._place.ranks
+        ranks = self._position.ranks
         while True:
             plan = plan_from(
                 gather_results(
@@ -170,7 +170,7 @@ class StageRecovery:
         Returns:
             Whether nothing was damaged.
         """
-        stage, target = self._place.stage, plan.target_iteration
+        stage, target = self._position.stage, plan.target_iteration
         mine = plan.rollback_of(stage)
         has_window = mine is None or has_fetched or self._has_intact(mine.window_start)
         served = [
@@ -208,11 +208,11 @@ class StageRecovery:
                 than a live rank had. Raised on all ranks.
             DataError: A replay has read other samples than before. Raised on all ranks.
         """
-        target, mine = plan.target_iteration, plan.rollback_of(self._place.stage)
+        target, mine = plan.target_iteration, plan.rollback_of(self._position.stage)
         before = self._operators.digests() if mine is not None and live else None
         self._execute(plan, mine, progress)
         differing = gather_results(
-            self._place.ranks,
+            self._position.ranks,
             lambda: self._compare(target, before),
             CheckpointLoadError,
         )
@@ -233,7 +233,9 @@ class StageRecovery:
         self._execute_alone(plan, mine, progress)
         # checked after the replay: other ranks wait for the outcome of a replay, and
         # not for a rank that has raised an error during the replay
-        gather_results(self._place.ranks, self._stage.require_same_samples, DataError)
+        gather_results(
+            self._position.ranks, self._stage.require_same_samples, DataError
+        )
 
     def _execute_alone(
         self, plan: RecoveryPlan, mine: Rollback | None, progress: Progress
@@ -278,19 +280,21 @@ class StageRecovery:
             self._execute(plan, mine, progress)
             agrees = mine is None or self._operators.digests() == first
             all_agree = all(
-                gather_results(self._place.ranks, lambda: agrees, CheckpointLoadError)
+                gather_results(
+                    self._position.ranks, lambda: agrees, CheckpointLoadError
+                )
             )
             # a kernel that is not deterministic makes no state wrong: each state is a
             # valid result of training
             verdict = CORRUPT if all_agree else NOT_DETERMINISTIC
-        own = differing[self._place.shard.global_rank]
+        own = differing[self._position.shard.global_rank]
         if own:
             self._events.append(
                 ReplayDiffered(
                     iteration=plan.target_iteration, operators=own, verdict=verdict
                 )
             )
-        if self._place.shard.global_rank == 0:
+        if self._position.shard.global_rank == 0:
             ranks = [rank for rank, names in enumerate(differing) if names]
             _log.warning(
                 "replaying to iteration %d gave another state than ranks %s had: %s;"
@@ -302,13 +306,13 @@ class StageRecovery:
 
     def _usable(self, window: Window, *, by_headers: bool) -> WindowRef | None:
         """Check a window of this rank, and drop the window if damaged."""
-        place, steps_to = self._place, self._memory.steps.reaches(window.start + 1)
+        replayable_to = self._memory.steps.reaches(window.start + 1)
         try:
             return verified_window(
                 window.snapshots,
-                place.identity,
-                place.shard,
-                steps_to,
+                self._position.identity,
+                self._position.shard,
+                replayable_to,
                 by_headers=by_headers,
             )
         except CheckpointLoadError as error:
@@ -348,9 +352,7 @@ class StageRecovery:
         cut = cut_of(contents)
 
         def reach(iteration: int) -> None:
-            progress(
-                ReplayedState(states=rollback.states, cut=cut, iteration=iteration)
-            )
+            progress(ReplayedState(span=rollback.span, cut=cut, iteration=iteration))
 
         if rollback.resumed_at is None:
             # the window is about to replace the state of an earlier replay
@@ -407,14 +409,14 @@ class StageRecovery:
         rollback: Rollback,
         before_update: Callable[[], None],
     ) -> int:
-        place, segment = self._place, rollback.stages
+        position, segment = self._position, rollback.stages
         steps, boundary = self._memory.steps, self._memory.boundary
         ends = LoggedEnds(
-            from_previous=self._receive(place.previous_rank)
-            if place.stage == segment[0]
+            from_previous=self._receive(position.previous_rank)
+            if position.stage == segment[0]
             else None,
-            from_next=self._receive(place.next_rank)
-            if place.stage == segment[-1]
+            from_next=self._receive(position.next_rank)
+            if position.stage == segment[-1]
             else None,
         )
         self._operators.freeze(step.frozen)
@@ -424,7 +426,7 @@ class StageRecovery:
             boundary.begin(iteration)
         # if so, a tied embedding's gradient is summed over the stages again, and not
         # taken from the log
-        whole_model = segment == range(place.num_stages)
+        whole_model = segment == range(position.num_stages)
         record, start = steps.record(iteration), steps.start(iteration)
         self._stage.replay(
             record, start, ends, whole_model=whole_model, before_update=before_update
@@ -451,10 +453,14 @@ class StageRecovery:
             for rollback in rollbacks:
                 if iteration <= rollback.starts_from:
                     continue
-                if self._place.stage == rollback.stages.start - 1:
-                    self._send(self._place.next_rank, iteration, Direction.ACTIVATION)
-                if self._place.stage == rollback.stages.stop:
-                    self._send(self._place.previous_rank, iteration, Direction.GRADIENT)
+                if self._position.stage == rollback.stages.start - 1:
+                    self._send(
+                        self._position.next_rank, iteration, Direction.ACTIVATION
+                    )
+                if self._position.stage == rollback.stages.stop:
+                    self._send(
+                        self._position.previous_rank, iteration, Direction.GRADIENT
+                    )
 
     def _send(self, rank: int | None, iteration: int, direction: Direction) -> None:
         assert rank is not None, iteration
@@ -463,7 +469,7 @@ class StageRecovery:
         # beside a whole training, and the transfer would take turns with all others of
         # the job's communicator
         send_buffers(
-            self._place.host_ranks,
+            self._position.host_ranks,
             self._memory.boundary.sent(iteration, direction),
             rank,
         )
@@ -476,8 +482,8 @@ class StageRecovery:
         if rank is None:
             return None
         # pinned, because the replay copies each tensor to the device
-        pinned = self._place.device.type == "cuda"
-        return receive_buffers(self._place.host_ranks, rank, pinned=pinned)
+        pinned = self._position.device.type == "cuda"
+        return receive_buffers(self._position.host_ranks, rank, pinned=pinned)
 
     def _compare(self, target: int, live: Mapping[str, str] | None) -> list[str]:
         """Return the operators in which the replay of a healthy rank differs.
@@ -498,7 +504,7 @@ class StageRecovery:
             return differing
         self._events.append(ReplayDiffered(iteration=target, operators=differing))
         raise CheckpointLoadError(
-            f"rank {self._place.shard.global_rank}: replaying to iteration {target}"
+            f"rank {self._position.shard.global_rank}: replaying to iteration {target}"
             f" gave another state of {', '.join(differing)} than the rank had, which"
             f" lost nothing: {CORRUPT}, or {NOT_DETERMINISTIC}"
             " (runtime.on_divergence=window goes on)"

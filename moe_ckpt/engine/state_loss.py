@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from moe_ckpt.engine.interfaces import FaultInjector, StagePlace
+from moe_ckpt.engine.interfaces import FaultInjector, RankPosition
 from moe_ckpt.events import EventLog, StateLost
 from moe_ckpt.faults.schedule import FaultSchedule, StateLoss
 
@@ -32,7 +32,7 @@ class StateLosses:
     Args:
         schedule: The losses of all ranks.
         injector: Overwrites this rank's state.
-        place: This rank's place in the job.
+        position: This rank's position in the job.
         drop: Called when this rank loses its state, to drop everything that depends on
             the state.
         events: This rank's log of events.
@@ -42,13 +42,13 @@ class StateLosses:
         self,
         schedule: FaultSchedule,
         injector: FaultInjector,
-        place: StagePlace,
+        position: RankPosition,
         drop: Callable[[], None],
         events: EventLog,
     ) -> None:
         self._schedule = schedule
         self._injector = injector
-        self._place = place
+        self._position = position
         self._drop = drop
         self._events = events
         self._pending: list[StateLoss] = []
@@ -87,7 +87,7 @@ class StateLosses:
         return self._hits_me(due)
 
     def _hits_me(self, losses: Iterable[StateLoss]) -> bool:
-        shard = self._place.shard
+        shard = self._position.shard
         return any(
             loss.stage == shard.pp_rank and loss.dp_rank in (None, shard.dp_rank)
             for loss in losses

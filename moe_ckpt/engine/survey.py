@@ -55,7 +55,7 @@ class CopySurvey:
     def __init__(
         self, parts: RankParts, elastic: ElasticContext, computed: SnapshotSource
     ) -> None:
-        self._place = parts.adapter.place
+        self._position = parts.adapter.position
         self._memory = parts.memory
         self._elastic = elastic
         self._computed = computed
@@ -84,9 +84,9 @@ class CopySurvey:
             self._memory.publisher.stop_copying()
         self.listed = self._computed.list()
         found = gather_results(
-            self._place.ranks, lambda: self._find(state), CheckpointLoadError
+            self._position.ranks, lambda: self._find(state), CheckpointLoadError
         )
-        mine = self._place.shard.global_rank
+        mine = self._position.shard.global_rank
         in_ranks = {
             rank: held.get(mine, frozenset())
             for rank, (_, _, held, _) in enumerate(found)
@@ -165,7 +165,7 @@ class CopySurvey:
             )
         )
         standing = (
-            self._place.stage,
+            self._position.stage,
             state.reached,
             state.gradients is not None,
             state.whole,

@@ -67,7 +67,7 @@ class TokenAccount:
             for operator in table.operators
             if operator.kind is OperatorKind.EXPERT
         ]
-        self.layers = sorted({place_of(expert)[:2] for expert in self.experts})
+        self.layers = sorted({position_of(expert)[:2] for expert in self.experts})
         assert not self.layers or len(self.experts) % len(self.layers) == 0, (
             self.experts
         )
@@ -151,10 +151,10 @@ def lost_shares(
     )
 
 
-def place_of(expert: OperatorId) -> tuple[int, int, int]:
-    """Return the place of an expert: depth of multi-token prediction, layer, expert.
+def position_of(expert: OperatorId) -> tuple[int, int, int]:
+    """Return the position of an expert: depth of multi-token prediction, layer, expert.
 
-    The depth is -1 outside of multi-token prediction. Sorted by place, layers of
+    The depth is -1 outside of multi-token prediction. Sorted by position, layers of
     multi-token prediction come last, as in a table.
     """
     return (

@@ -44,10 +44,10 @@ class _Found(IntEnum):
 class WindowAgreement:
     """The window in flight of one generation.
 
-    `confirm` and `measure` are collective over all ranks.
+    `decide` and `measure` are collective over all ranks.
 
     Attributes:
-        awaits: Whether the window in flight waits for `confirm`.
+        awaits: Whether the window in flight waits for `decide`.
         has_failed: Whether a copy of the window in flight has failed.
         disk: The windows that go to this rank's disk.
     """
@@ -66,7 +66,7 @@ class WindowAgreement:
             parts.memory.publisher, parts.events, strict=config.strict
         )
         self._config = config
-        self._place = parts.adapter.place
+        self._position = parts.adapter.position
         self._memory = parts.memory
         self._meter = parts.meter
         self._events = parts.events
@@ -77,7 +77,7 @@ class WindowAgreement:
         self._on_all_disks: int | None = None
         self._measured: Measured | None = None
 
-    def confirm(self, *, wait: bool) -> None:
+    def decide(self, *, wait: bool) -> None:
         """Keep the window if every rank of the job has the whole window.
 
         A recovery needs windows that line up over all ranks.
@@ -164,7 +164,9 @@ class WindowAgreement:
         being_written = (
             self.disk.start_of(Role.PERSIST) if self.disk.is_writing else None
         )
-        self._store.confirm(self._on_all_disks, being_written, lacks_units=lacks_units)
+        self._store.keep_in_flight(
+            self._on_all_disks, being_written, lacks_units=lacks_units
+        )
         if (
             window
             and window.start == self.disk.start_of(Role.SNAPSHOT)
@@ -189,12 +191,12 @@ class WindowAgreement:
         dropped a damaged window from all disks.
         """
         of_each = gather_results(
-            self._place.ranks, self._store.on_disk, CheckpointSaveError
+            self._position.ranks, self._store.on_disk, CheckpointSaveError
         )
         # if disks have no window in common, older windows lead nowhere, and would fill
         # this disk
         common = (
-            frozenset[int].intersection(*of_each) or of_each[self._place.ranks.rank]
+            frozenset[int].intersection(*of_each) or of_each[self._position.ranks.rank]
         )
         return max(common, default=None)
 
@@ -231,8 +233,8 @@ class WindowAgreement:
         # one reduction, at a point where ranks have just met for the norm: each small
         # collective waits for the slowest rank
         return reduce_extremes(
-            self._place.ranks,
-            self._place.device,
+            self._position.ranks,
+            self._position.device,
             largest={
                 "iteration_s": meter.iteration_s(),
                 "iters_since_quiet": meter.iters_since_quiet,

@@ -51,7 +51,7 @@ class WindowRecovery:
         *,
         recovers_locally: bool,
     ) -> None:
-        self._place = parts.adapter.place
+        self._position = parts.adapter.position
         self._stage = parts.adapter.stage
         self._memory = parts.memory
         self._sources = sources
@@ -82,7 +82,7 @@ class WindowRecovery:
         brought_bytes = self._bring_computed()
         plan, fetched_bytes = self._plan_and_fetch(target, state.replayed)
         fetch_s = time.monotonic() - started_s
-        if plan.rollback_of(self._place.stage):
+        if plan.rollback_of(self._position.stage):
             # during the replay the state belongs to no iteration: a fault must not find
             # this state live
             state.lose()
@@ -109,7 +109,7 @@ class WindowRecovery:
 
     def look_at_disks(self) -> OnDisks:
         looked = gather_results(
-            self._place.ranks, self._sources.look_at_disk, CheckpointLoadError
+            self._position.ranks, self._sources.look_at_disk, CheckpointLoadError
         )
         common = frozenset[int].intersection(*(usable for _, usable, _ in looked))
         return OnDisks(
@@ -151,7 +151,7 @@ class WindowRecovery:
         # through memory, as after a fetch: the checks are the same, and a rank that
         # dies meanwhile leaves the disk as it is
         gather_results(
-            self._place.ranks,
+            self._position.ranks,
             lambda: self._sources.restore(publisher, disk),
             CheckpointLoadError,
         )
@@ -178,7 +178,7 @@ class WindowRecovery:
         Returns:
             Whether the state is then the state of the target.
         """
-        stage, steps = self._place.stage, self._memory.steps
+        stage, steps = self._position.stage, self._memory.steps
         if stage in target.finishing_stages:
             if state.gradients is not None and state.reached == target.iteration - 1:
                 # the gradients are still in their buffers, which only the next
@@ -189,7 +189,7 @@ class WindowRecovery:
             # is collective, and may be repeated
             self._stage.gather()
             # before the state counts as whole: NCCL has only queued the gather
-            self._place.stage_ranks.confirm()
+            self._position.stage_ranks.confirm()
             state.be_at(target.iteration)
         if state.reached != target.iteration or not state.whole:
             return False
@@ -213,7 +213,7 @@ class WindowRecovery:
         """
         goal = target.iteration if target else None
         own = gather_results(
-            self._place.ranks,
+            self._position.ranks,
             lambda: replace(self._sources.own(goal), replayed=replayed),
             CheckpointLoadError,
         )
@@ -225,7 +225,7 @@ class WindowRecovery:
             if self._sources.copies_may_lead or not each.leads_to(goal)
         ]
         held = gather_results(
-            self._place.ranks,
+            self._position.ranks,
             lambda: self._sources.held(poor, goal),
             CheckpointLoadError,
         )
@@ -246,7 +246,7 @@ class WindowRecovery:
         """
         if not self._computed.is_remote:
             return 0
-        ranks, listed = self._place.ranks, self.copies.listed
+        ranks, listed = self._position.ranks, self.copies.listed
         # keys first, then one state: each state that crosses the network may be a whole
         # model
         of_each = gather_results(
@@ -274,7 +274,9 @@ class WindowRecovery:
         while True:
             plan = self._plan(target, inventories)
             fetch_own = functools.partial(self._fetch_and_verify, plan)
-            fetched = gather_results(self._place.ranks, fetch_own, CheckpointLoadError)
+            fetched = gather_results(
+                self._position.ranks, fetch_own, CheckpointLoadError
+            )
             fetched_bytes += sum(each.size_bytes or 0 for each in fetched)
             failed = {
                 rank for rank, each in enumerate(fetched) if each.size_bytes is None
@@ -300,9 +302,8 @@ class WindowRecovery:
     def _plan(
         self, target: Target | None, inventories: Sequence[Inventory]
     ) -> RecoveryPlan:
-        lost = (
-            target.lost_stages if target else frozenset(range(self._place.num_stages))
-        )
+        all_stages = frozenset(range(self._position.num_stages))
+        lost = target.lost_stages if target else all_stages
         goal = target.iteration if target else None
         has_log = self._memory.boundary is not None
         return plan_recovery(
@@ -315,7 +316,7 @@ class WindowRecovery:
         Common windows are those that all ranks have.
         """
         of_each = gather_results(
-            self._place.ranks, self._copies_by_start, CheckpointLoadError
+            self._position.ranks, self._copies_by_start, CheckpointLoadError
         )
         common = set(of_each[0]).intersection(*of_each)
         # the newest window may be complete on all ranks before the window is copied:

@@ -60,7 +60,7 @@ class WindowSources:
         elastic: ElasticContext,
         computed: SnapshotSource,
     ) -> None:
-        self._place = parts.adapter.place
+        self._position = parts.adapter.position
         self._memory = parts.memory
         self._stage_recovery = stage_recovery
         self._elastic = elastic
@@ -100,7 +100,7 @@ class WindowSources:
         """
         inventory, mine = (
             self._stage_recovery.inventory(goal),
-            self._place.shard.global_rank,
+            self._position.shard.global_rank,
         )
         if self._computed.near is None:
             return inventory
@@ -117,7 +117,7 @@ class WindowSources:
             owners: The other ranks.
             goal: The iteration to which windows have to lead. None: any iteration.
         """
-        mine = self._place.shard.global_rank
+        mine = self._position.shard.global_rank
         folders = {
             owner: BlobFolder(held_path(self._elastic.memory, owner))
             for owner in owners
@@ -135,7 +135,7 @@ class WindowSources:
         kept = read_kept(folder)
         steps = StepLog()
         steps.adopt(kept.starts, kept.records)
-        is_mine = owner == self._place.shard.global_rank
+        is_mine = owner == self._position.shard.global_rank
         holds_tied = any(
             record.tied_gradient is not None for record in kept.records.values()
         )
@@ -164,7 +164,7 @@ class WindowSources:
             The newest iteration of any blob on the disk, the iterations to which the
             disk leads, and whether the disk never held a state.
         """
-        disk, mine = self._memory.disk, self._place.shard.global_rank
+        disk, mine = self._memory.disk, self._position.shard.global_rank
         if disk is None:
             return None, frozenset(), False
         # wait first: a write under way adds a window and drops an older one
@@ -180,7 +180,7 @@ class WindowSources:
         try:
             return verified_window(
                 window.snapshots,
-                self._place.identity,
+                self._position.identity,
                 shard,
                 steps.reaches(window.start + 1),
             )
@@ -197,7 +197,7 @@ class WindowSources:
         Returns:
             The outcome. A failed fetch raises no error.
         """
-        mine, publisher = self._place.shard.global_rank, self._memory.publisher
+        mine, publisher = self._position.shard.global_rank, self._memory.publisher
         fetch = next(
             (fetch for fetch in plan.fetches if fetch.global_rank == mine), None
         )
@@ -257,7 +257,7 @@ class WindowSources:
             _log.warning(
                 "runtime.shared_memory has no room for the windows that rank %d needs"
                 " beside those that it has, which are dropped first: %s",
-                self._place.shard.global_rank,
+                self._position.shard.global_rank,
                 error,
             )
         publisher.replace(lambda _: 0, drop)
@@ -269,14 +269,14 @@ class WindowSources:
         Raises:
             CheckpointLoadError: The folder does not have that window.
         """
-        rollback, target = plan.rollback_of(self._place.stage), plan.target_iteration
+        rollback, target = plan.rollback_of(self._position.stage), plan.target_iteration
         if rollback is None:
             return
-        usable = self._usable(folder, self._place.shard.global_rank, target)
-        found = [window for window in usable if window.states == rollback.states]
-        if not any(window.steps_to >= target for window in found):
+        usable = self._usable(folder, self._position.shard.global_rank, target)
+        found = [window for window in usable if window.span == rollback.span]
+        if not any(window.replayable_to >= target for window in found):
             raise CheckpointLoadError(
-                f"no window of {rollback.states} that leads to iteration {target}"
+                f"no window of {rollback.span} that leads to iteration {target}"
             )
 
     def _fetch_from(self, fetch: Fetch, folder: BlobFolder) -> int:
@@ -284,7 +284,7 @@ class WindowSources:
         return fetch_blobs(
             self._elastic.holders.address(fetch.source_rank),
             self._elastic.ticket,
-            self._place.shard.global_rank,
+            self._position.shard.global_rank,
             folder,
             is_needed=lambda key: belongs_to(key, fetch.window_start),
             timeout_s=self._elastic.copy_s,
@@ -318,7 +318,7 @@ class WindowSources:
         """
         if any(window.start == start for window in self._memory.snapshots.windows()):
             return 0
-        mine = self._place.shard.global_rank
+        mine = self._position.shard.global_rank
         for holder, there in listed.items():
             keys = sorted(key for key in there if belongs_to(key, start))
             try:
@@ -342,7 +342,7 @@ class WindowSources:
 
         The window is the one to which the plan rolls this rank back.
         """
-        rollback = plan.rollback_of(self._place.stage)
+        rollback = plan.rollback_of(self._position.stage)
         if rollback is None or self._computed.near is None:
             return None
         kept = {window.start for window in self._memory.snapshots.windows()}

@@ -2,7 +2,7 @@
 
 Servers capture the reductions from a mirror port. FlowCheck, sections 4 and 6.1.
 
-Owns: the place of each parameter's gradient in the buckets that a group reduces, and
+Owns: the offset of each parameter's gradient in the buckets that a group reduces, and
 the marks by which servers find the streams of the groups. Must not: read gradients.
 
 A gradient is tapped if no reduction has the gradient as the optimizer uses it. Tapped
@@ -25,7 +25,7 @@ from megatron.core import parallel_state
 from moe_ckpt.config import require
 from moe_ckpt.elastic.process_groups import ElasticGroup
 from moe_ckpt.flowcheck.mirror.marks import GROUP_BYTES, mark_of
-from moe_ckpt.flowcheck.mirror.plan import BucketPlace, MirroredSums
+from moe_ckpt.flowcheck.mirror.plan import BucketOffset, MirroredSums
 from moe_ckpt.megatron.operators import RankOperators
 from moe_ckpt.megatron.overlapped import bucket_groups
 from moe_ckpt.megatron.owned import OwnedParameter
@@ -75,10 +75,10 @@ class GradientMirror:
         wanted = f"at least 2 {_WANTED}: no gradients cross the network"
         require(bool(self._reductions), "parallel.dp", 1, wanted)
         changed = _reduced_again(state)
-        self.places: Mapping[PartKey, BucketPlace] = {
-            owned.key(MASTER): place
+        self.offsets: Mapping[PartKey, BucketOffset] = {
+            owned.key(MASTER): offset
             for owned in operators.parameters
-            if owned.parameter not in changed and (place := self._place(owned))
+            if owned.parameter not in changed and (offset := self._offset_of(owned))
         }
         self._operators = operators
 
@@ -106,7 +106,7 @@ class GradientMirror:
     def note(self) -> str:
         """Return a log line on tapped gradients: the operators, and the bytes."""
         owned = [each for each in self._operators.parameters if each.start < each.end]
-        tapped = [each for each in owned if each.key(MASTER) not in self.places]
+        tapped = [each for each in owned if each.key(MASTER) not in self.offsets]
         total, names = (
             sum(map(_gradient_bytes, owned)),
             {str(each.operator) for each in tapped},
@@ -121,8 +121,8 @@ class GradientMirror:
             else f"{what}: all are mirrored"
         )
 
-    def _place(self, owned: OwnedParameter) -> BucketPlace | None:
-        """Return the place of the owned piece's gradient.
+    def _offset_of(self, owned: OwnedParameter) -> BucketOffset | None:
+        """Return the offset of the owned piece's gradient.
 
         None if the piece is empty, or if no other rank holds the parameter.
         """
@@ -138,7 +138,7 @@ class GradientMirror:
                     start, rest = divmod(offset, bucket.grad_data.element_size())
                     assert rest == 0
                     assert 0 <= start <= bucket.grad_data.numel() - gradient.numel()
-                    return BucketPlace(
+                    return BucketOffset(
                         group=number, bucket=index, start=start + owned.start
                     )
         return None

@@ -343,9 +343,9 @@ def _copy_all(gradients: Sequence[torch.Tensor], packed: torch.Tensor) -> None:
 
     Returns when all copies are complete.
     """
-    places = packed.split([gradient.numel() for gradient in gradients])
-    for gradient, place in zip(gradients, places, strict=True):
-        place.copy_(gradient, non_blocking=True)
+    targets = packed.split([gradient.numel() for gradient in gradients])
+    for gradient, target in zip(gradients, targets, strict=True):
+        target.copy_(gradient, non_blocking=True)
     if any(gradient.is_cuda for gradient in gradients):
         # the optimizer's step scales gradients in place
         torch.cuda.current_stream().synchronize()

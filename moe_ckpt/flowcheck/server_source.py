@@ -52,7 +52,7 @@ class ServerSource:
 
         The result includes servers that no longer hold this rank's states.
         """
-        self._settle()
+        self._wait_for_states()
         self._listed = {}
         for holder in self._holders.on_hosts:
             try:
@@ -101,7 +101,7 @@ class ServerSource:
                 # an unreachable server is not used any more after the next fault
                 _log.warning("older states stay: %s", error)
 
-    def _settle(self) -> None:
+    def _wait_for_states(self) -> None:
         """Wait until servers have computed all states.
 
         A state that is computed later would miss the survey and never be dropped.

@@ -30,7 +30,7 @@ from moe_ckpt.events import (
     ServersWorked,
 )
 from moe_ckpt.flowcheck.gradient_stream import NOTHING, GradientStream
-from moe_ckpt.flowcheck.mirror.plan import BucketPlace, Mirrored, MirroredSums
+from moe_ckpt.flowcheck.mirror.plan import BucketOffset, Mirrored, MirroredSums
 from moe_ckpt.flowcheck.server_holders import ServerHolders
 from moe_ckpt.snapshot.adam_update import AdamStep, ObservedGradients
 from moe_ckpt.snapshot.capture import SnapshotRequest
@@ -43,8 +43,8 @@ _log = logging.getLogger(__name__)
 class Mirror(Protocol):
     """Reductions of this rank's gradients that servers capture from a mirror port."""
 
-    places: Mapping[PartKey, BucketPlace]
-    """Place of each captured gradient, by master weight. All other gradients are
+    offsets: Mapping[PartKey, BucketOffset]
+    """Offset of each captured gradient, by master weight. All other gradients are
     tapped.
     """
 
@@ -94,7 +94,7 @@ class ServerStates:
         assert parts.memory.publisher is not None, (
             "checkpoint servers live beside supervised ranks"
         )
-        self._place = parts.adapter.place
+        self._position = parts.adapter.position
         self._operators = parts.adapter.operators
         self._mirror_port = mirror
         self._sums: tuple[MirroredSums, ...] = ()
@@ -124,7 +124,7 @@ class ServerStates:
             reduced = {
                 key: gradient
                 for key, gradient in reduced.items()
-                if key not in self._mirror.places
+                if key not in self._mirror.offsets
             }
         buffers = self._operators.buffer_pieces(
             range(len(self._operators.table.operators))
@@ -133,8 +133,8 @@ class ServerStates:
         progress = self._stream.progress()
         self._log_works()
         agreed = reduce_extremes(
-            self._place.ranks,
-            self._place.device,
+            self._position.ranks,
+            self._position.device,
             largest={"lost": bool(progress.lost)},
             smallest={"completed": progress.completed},
         )
@@ -144,7 +144,7 @@ class ServerStates:
         if is_cut:
             reason = progress.lost or "the servers of another rank lack some"
             self._events.append(GradientsLost(iteration=iteration, reason=reason))
-            if self._place.ranks.rank == 0:
+            if self._position.ranks.rank == 0:
                 _log.warning(
                     "iteration %d: servers get a whole snapshot, not gradients: %s",
                     iteration,
@@ -229,7 +229,7 @@ class ServerStates:
         # on all ranks or on none: a recovery needs the states of one iteration from all
         # servers
         agreed = reduce_extremes(
-            self._place.ranks, self._place.device, largest={}, smallest=has_base
+            self._position.ranks, self._position.device, largest={}, smallest=has_base
         )
         if base is None or not agreed["base"]:
             return False
@@ -269,7 +269,7 @@ class ServerStates:
         snapshot that follows goes to the servers now in use, or to the training nodes'
         own servers.
         """
-        changed = self._holders.agree(self._place.ranks)
+        changed = self._holders.agree(self._position.ranks)
         if changed is None:
             return
         self._events.append(changed)
@@ -292,16 +292,16 @@ class ServerStates:
         """Return the gradients that servers capture for these steps; None for none."""
         if self._mirror is None:
             return None
-        places = [
-            self._mirror.places.get(part.key) for part in parts if part.key in steps
+        offsets = [
+            self._mirror.offsets.get(part.key) for part in parts if part.key in steps
         ]
         mirrored = Mirrored(
-            groups=self._sums, places=tuple(place for place in places if place)
+            groups=self._sums, offsets=tuple(each for each in offsets if each)
         )
-        if not mirrored.places:
+        if not mirrored.offsets:
             return None
         return ObservedGradients(
-            weights=tuple(place is not None for place in places),
+            weights=tuple(each is not None for each in offsets),
             source=mirrored.to_json(),
         )
 

@@ -24,7 +24,7 @@ from moe_ckpt.collectives import TorchRanks
 from moe_ckpt.config import require
 from moe_ckpt.durable.course import RunCourse
 from moe_ckpt.elastic.process_groups import BACKEND, CPU_BACKEND
-from moe_ckpt.exactness import BITWISE, settle
+from moe_ckpt.exactness import BITWISE, resolve_exactness
 from moe_ckpt.integrations.attached_loop import (
     AttachedLoop,
     IterationShape,
@@ -67,7 +67,7 @@ class Attachment:
         assert self._loop is not None, "begin comes first"
         return self._loop
 
-    def settle_exactness(self, *, mode: bool, option: str | None) -> None:
+    def resolve_exactness(self, *, mode: bool, option: str | None) -> None:
         """Decide between the promises `bitwise` and `state` of `run.exactness`.
 
         Call once the loop's settings are known, before a model is built. On a GPU,
@@ -82,7 +82,7 @@ class Attachment:
                 or the policy asks for.
         """
         job, on_gpu = self._joined.worker.job, torch.cuda.is_available()
-        self._exactness = settle(
+        self._exactness = resolve_exactness(
             job.exactness, job.ckpt, on_gpu=on_gpu, mode=mode, option=option
         )
         if on_gpu and self._exactness == BITWISE:
@@ -181,7 +181,7 @@ class Attachment:
         Returns:
             The return value of the loop.
         """
-        assert self._exactness is not None, "settle_exactness comes first"
+        assert self._exactness is not None, "resolve_exactness comes first"
         loop, state = self.loop, self.loop.iteration.state
         loop.enter, loop.load = enter, load
         data = identities_of(files)

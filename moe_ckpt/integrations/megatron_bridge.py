@@ -267,7 +267,7 @@ def _checked(
         update(config)
         require_attachable(settings)
         require_supported(config)
-        attachment.settle_exactness(
+        attachment.resolve_exactness(
             mode=getattr(config.model, DETERMINISTIC), option=f"model.{DETERMINISTIC}"
         )
 

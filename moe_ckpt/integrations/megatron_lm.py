@@ -296,7 +296,7 @@ def _checked(
         args = training.get_args()
         require_attachable(settings)
         require_supported(args)
-        attachment.settle_exactness(
+        attachment.resolve_exactness(
             mode=getattr(args, DETERMINISTIC), option="--deterministic-mode"
         )
         ckpt = settings.job.ckpt

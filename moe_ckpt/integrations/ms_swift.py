@@ -218,7 +218,7 @@ def _checked(
     def checked(trainer: Any, args: Any, template: Any) -> None:
         require_attachable(settings)
         require_supported(type(trainer).__name__, args)
-        attachment.settle_exactness(mode=False, option=None)
+        attachment.resolve_exactness(mode=False, option=None)
         initialize(trainer, args, template)
 
     return checked

@@ -38,7 +38,7 @@ class Written:
     """The result of one rank's write."""
 
     results: list[WriteResult]
-    """The place of each written item in this rank's file."""
+    """The location of each written item in this rank's file."""
 
     files: Sequence[FileRecord]
     """Size and checksum of each file that this rank wrote; the files are synced."""

@@ -1,4 +1,4 @@
-"""This rank's place in the job, and the ranks that share parameters with this rank."""
+"""A rank's position in the job, and the ranks that share parameters with the rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from moe_ckpt.megatron.places import bare_model
+from moe_ckpt.megatron.operator_names import bare_model
 from moe_ckpt.snapshot.codec import ShardIdentity
 
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from moe_ckpt.config import require
 from moe_ckpt.megatron.fp8_parameters import is_fp8_parameter, weights_of
 from moe_ckpt.megatron.groups import replicas_of, shared_embedding
+from moe_ckpt.megatron.operator_names import bare_model
 from moe_ckpt.megatron.optimizer_state import renew_masters
-from moe_ckpt.megatron.places import bare_model
 from moe_ckpt.megatron.state import TrainingState
 
 

@@ -40,7 +40,7 @@ _NOT_AGAIN = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Mark:
-    """A place from which a new loader can continue."""
+    """A position from which a new loader can continue."""
 
     position: int = 0
     """The number of micro-batches before the mark."""
@@ -264,7 +264,7 @@ class KeptBatches:
         )
 
     def _catch_up(self) -> None:
-        """Read up to the position, from the newest place that the loader can reach."""
+        """Read up to the position, from the newest mark that the loader can reach."""
         target, checksum, mark = self._restored or (self.position, None, _Mark())
         if self.position < self._head or (
             mark.state is not None and mark.position > self._head

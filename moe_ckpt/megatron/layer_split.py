@@ -17,7 +17,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import (
 )
 
 from moe_ckpt.config import require
-from moe_ckpt.megatron.places import bare_model
+from moe_ckpt.megatron.operator_names import bare_model
 from moe_ckpt.megatron.state import TrainingState
 
 _FIELDS = {

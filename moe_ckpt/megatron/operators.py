@@ -29,13 +29,18 @@ from moe_ckpt.megatron.fp8_parameters import Shard, is_fp8_parameter
 from moe_ckpt.megatron.gradients import AdamSteps
 from moe_ckpt.megatron.groups import replicas_of, stage_group
 from moe_ckpt.megatron.merging import merge
+from moe_ckpt.megatron.operator_names import (
+    bare_model,
+    front_to_back,
+    grouped_name,
+    locate,
+)
 from moe_ckpt.megatron.optimizer_state import (
     step_count,
     updated_tensor,
 )
 from moe_ckpt.megatron.overlapped import gathers_in_forward
 from moe_ckpt.megatron.owned import OwnedBuffer, OwnedParameter, copy_part
-from moe_ckpt.megatron.places import bare_model, front_to_back, grouped_name, locate
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.packed import pack_rows, unpack_rows
 from moe_ckpt.snapshot.adam_update import AdamStep, Gradients

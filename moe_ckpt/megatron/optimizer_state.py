@@ -1,10 +1,10 @@
 """The stored optimizer state of Megatron's parameters: payloads and scales, in place.
 
-Owns: the places of master weights, moments, scales and step counts in an inner
+Owns: the locations of master weights, moments, scales and step counts in an inner
 optimizer, and raw access to the stored tensors. A state that is read as numbers and
 stored again gets another scale. Must not: know models or snapshots.
 
-Three kinds of optimizers store the state in different places:
+Three kinds of optimizers store the state in different locations:
 
     torch's Adam, AdamW    The parameters are Megatron's FP32 masters. `state` has
                            moments and a step count for each parameter.

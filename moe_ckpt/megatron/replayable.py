@@ -15,9 +15,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from moe_ckpt.config import require
 from moe_ckpt.megatron import fp8_parameters
+from moe_ckpt.megatron.operator_names import bare_model, is_grouped
 from moe_ckpt.megatron.optimizer_state import holds_masters
 from moe_ckpt.megatron.overlapped import gathers_in_forward
-from moe_ckpt.megatron.places import bare_model, is_grouped
 from moe_ckpt.megatron.state import TrainingState
 
 _IN_MEMORY = "snapshots in memory: "

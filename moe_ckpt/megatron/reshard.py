@@ -2,8 +2,8 @@
 
 Owns: the parts whose form depends on the layout, beside the tensors that
 `dist_checkpointing` cuts anew: the number of optimizers that Megatron chains, the
-places of buffers, the padding of the vocabulary, the seeds of the generators. Must not:
-know directories without a checkpoint, or runs.
+locations of buffers, the padding of the vocabulary, the seeds of the generators. Must
+not: know directories without a checkpoint, or runs.
 
     saved by rank       here
     0  optimizer 0, 1   step count, loss scaler -> all optimizers here
@@ -198,7 +198,7 @@ def _take_over_counts(
 
 
 def _take_over_step(mine: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Set the step count in the place where Megatron keeps the count.
+    """Set the step count where Megatron keeps the count.
 
     Megatron keeps the count in the groups, or, for unsharded torch Adams, beside the
     moments.

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from megatron.core.transformer.moe.router import Router
 
-from moe_ckpt.megatron.places import bare_model, locate
+from moe_ckpt.megatron.operator_names import bare_model, locate
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.snapshot.host_transfers import TRANSFERS
 from moe_ckpt.types import (

@@ -121,7 +121,7 @@ def load_schedule(scheduler: Any, saved: Mapping[str, Any]) -> None:
     scheduler.num_steps = int(saved["num_steps"])
 
 
-def settle_lengths(
+def resolve_lengths(
     scheduler: Any, built: torch.Tensor, asked: Mapping[str, str]
 ) -> LengthsUsed:
     """Decide after a load between the loaded lengths and those of this start.

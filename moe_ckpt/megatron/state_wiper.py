@@ -17,8 +17,8 @@ import torch
 
 from moe_ckpt.megatron.buffers import named_buffers
 from moe_ckpt.megatron.fp8_parameters import refresh, weights_of
+from moe_ckpt.megatron.operator_names import bare_model
 from moe_ckpt.megatron.optimizer_state import named_tensors, torch_optimizer
-from moe_ckpt.megatron.places import bare_model
 from moe_ckpt.megatron.state import (
     DATA,
     TrainingState,

@@ -1,10 +1,10 @@
 """The state of FP8 layers between iterations: scales and histories of delayed scaling.
 
-Owns: the place of the state (`fp8_meta` of each module), its allocation before the
+Owns: the location of the state (`fp8_meta` of each module), its allocation before the
 first forward pass, and cleaning up after a pass that was cut off. The CPU reference
-(`standins.fp8_linear.DelayedScaling`) keeps its state in the same places. The code is
-written against Transformer Engine 2.9 and later. Must not: know snapshots, which take
-these tensors as buffers.
+(`standins.fp8_linear.DelayedScaling`) keeps its state in the same attributes. The code
+is written against Transformer Engine 2.9 and later. Must not: know snapshots, which
+take these tensors as buffers.
 
 Recipes that take a scale from the tensor itself (tensorwise, blockwise, MXFP8) have no
 such state.

@@ -1,7 +1,7 @@
 """The experts that a partial snapshot takes, and their number per layer.
 
 Pure: all ranks choose the same experts from the same turn or the same summed counts. A
-`Selection` holds, for each MoE layer by its place among the MoE layers, the ascending
+`Selection` holds, for each MoE layer by its index among the MoE layers, the ascending
 numbers of the chosen experts. The experts of a layer lie in blocks of equal size on the
 EP ranks. The module must not know the contents or the destination of a snapshot. MoC,
 sections 3.2, 4.3 and 5.3; `most_popular` also implements MoEtion, Algorithm 1, lines
@@ -95,8 +95,8 @@ def within_links(
     """
     left, taken = left_bytes.copy(), [set[int]() for _ in num_taken]
     candidates = [
-        divmod(int(place), tokens.shape[1])
-        for place in np.argsort(-tokens, axis=None, kind="stable")
+        divmod(int(index), tokens.shape[1])
+        for index in np.argsort(-tokens, axis=None, kind="stable")
     ]
     candidates = [
         (layer, expert)
@@ -262,11 +262,11 @@ def next_k(k: int, *, num_experts: int, plt_since: float, limit: float) -> int:
 
 
 def _interleaved(num_experts: int, ep: int) -> list[int]:
-    """Return the experts of a layer, ordered by place in a block, then by EP rank."""
+    """Return the experts of a layer, ordered by index in a block, then by EP rank."""
     assert num_experts % ep == 0, (num_experts, ep)
     num_local = num_experts // ep
     return [
-        rank * num_local + place for place in range(num_local) for rank in range(ep)
+        rank * num_local + index for index in range(num_local) for rank in range(ep)
     ]
 
 
@@ -283,7 +283,7 @@ def _sequential_bytes(expert_bytes: IntArray, ep: int, k: int) -> IntArray:
         ),
         axis=2,
     )
-    # [ranks, layers, first place in the order]
+    # [ranks, layers, first position in the order]
     from_start = runs[:, :, k:] - runs[:, :, :-k]
     turns, layers = np.arange(num_experts)[:, None], np.arange(num_layers)
     of_turns = from_start[:, layers, (turns + layers) * k % num_experts].sum(axis=2)

@@ -21,7 +21,7 @@ class MemoryForecast:
     """Host memory that a rank will need, in bytes."""
 
     snapshots_bytes: int
-    """Bytes of the rank's own snapshots, persisted and in flight."""
+    """Bytes of the rank's own snapshots, kept and in flight."""
 
     boundary_log_bytes: int
     """Bytes of boundary logs, which hold tensors sent to neighbouring stages."""
@@ -109,7 +109,7 @@ def forecast(
 ) -> MemoryForecast:
     """Return the host memory of a rank's snapshots, logs and copies at their peak.
 
-    The peak is reached when `keep_windows` windows are persisted and the next window is
+    The peak is reached when `keep_windows` windows are kept and the next window is
     nearly complete. Logs reach from the start of the oldest window to the current
     iteration.
 
@@ -122,7 +122,7 @@ def forecast(
         window_bytes: The bytes of a window of the rank.
         period_iters: The iterations from the start of a window to the start of the
             next.
-        keep_windows: The number of persisted windows that are kept.
+        keep_windows: The number of windows that are kept.
         log_bytes_per_iteration: The bytes that the rank adds to its boundary log.
         dense_bytes: The bytes of the rank's whole state.
         step_log_bytes_per_iteration: The bytes that the rank adds to its step log.

@@ -66,7 +66,7 @@ class PopularExperts(PartialSnapshots):
         self._num_copies = num_copies
         shape = (self._stage.num_layers, self._stage.num_experts)
         self._at_risk: dict[str, IntArray] = {
-            place: np.zeros(shape, np.int64) for place in ("memory", "peers")
+            level: np.zeros(shape, np.int64) for level in ("memory", "peers")
         }
         self._is_affordable: set[str] = set()
         self._on_peers = self._stage.nothing  # by the snapshot before
@@ -122,8 +122,8 @@ class PopularExperts(PartialSnapshots):
             else stage.nothing
         )
         # separate counts: a newer copy in memory does not make the copy on peers newer
-        for place, selection in (("memory", memory), ("peers", on_peers)):
-            self._at_risk[place][marked(selection, self._at_risk[place].shape)] = 0
+        for level, selection in (("memory", memory), ("peers", on_peers)):
+            self._at_risk[level][marked(selection, self._at_risk[level].shape)] = 0
         before, self._on_peers = self._on_peers, on_peers
         return ExpertChoice(
             memory=memory,
@@ -144,21 +144,21 @@ class PopularExperts(PartialSnapshots):
         # a peer can apply gradients only to the state of the previous iteration
         return self._config.send_gradients and self._config.every_iters == 1
 
-    def _select(self, place: str, among: Selection, measured: Measured) -> Selection:
+    def _select(self, level: str, among: Selection, measured: Measured) -> Selection:
         """Return the experts for one destination.
 
         The experts are those of `among` with the most tokens since their last copy to
         the destination.
         """
-        is_memory = place == "memory"
+        is_memory = level == "memory"
         asked = self._config.experts if is_memory else self._config.remote_experts
         rate = measured.host_bytes_per_s if is_memory else measured.peer_bytes_per_s
         num_total = (
-            self._affordable(rate, measured, place)
+            self._affordable(rate, measured, level)
             if asked == AUTO
             else int(asked) * self._stage.num_layers
         )
-        at_risk = self._at_risk[place]
+        at_risk = self._at_risk[level]
         is_candidate = marked(among, at_risk.shape)
         num_taken = np.minimum(
             allocate(np.where(is_candidate, at_risk, 0), num_total),
@@ -178,7 +178,7 @@ class PopularExperts(PartialSnapshots):
             bytes_per_s, measured.iteration_s * self._config.every_iters
         )
 
-    def _affordable(self, bytes_per_s: float, measured: Measured, place: str) -> int:
+    def _affordable(self, bytes_per_s: float, measured: Measured, level: str) -> int:
         """Return the number of experts of the stage that the next snapshot can copy.
 
         Returns all experts as long as the rate or the iteration time is unknown. After
@@ -190,7 +190,7 @@ class PopularExperts(PartialSnapshots):
         if _is_unknown(bytes_per_s, measured):
             return self._stage.num_layers * self._stage.num_experts
         budget = self._budget(bytes_per_s, measured)
-        setting = f"ckpt.{'experts' if place == 'memory' else 'remote_experts'}=auto"
+        setting = f"ckpt.{'experts' if level == 'memory' else 'remote_experts'}=auto"
         try:
             affordable = [
                 _affordable(stage, budget, setting)
@@ -198,10 +198,10 @@ class PopularExperts(PartialSnapshots):
                 if stage.num_layers
             ]
         except ConfigError:
-            if place not in self._is_affordable:
+            if level not in self._is_affordable:
                 raise
             return 1  # a rate that falls later must not end a run that has begun
-        self._is_affordable.add(place)
+        self._is_affordable.add(level)
         return (
             _affordable(self._stage, budget, setting)
             if self._stage.num_layers

@@ -91,7 +91,7 @@ class MoeStage:
     def plan(
         self,
         iteration: int,
-        places: ExpertChoice,
+        choice: ExpertChoice,
         *,
         core_on_disk: bool,
         facts: Sequence[float],
@@ -100,13 +100,13 @@ class MoeStage:
 
         Args:
             iteration: The number of steps of the state.
-            places: The experts of each destination.
+            choice: The experts of each destination.
             core_on_disk: Whether the core also goes to disk.
             facts: The facts of the policy, which a recovery restores.
         """
         return SlotPlan(
             window_start=iteration,
-            units=(self._core(on_disk=core_on_disk), *self._expert_units(places)),
+            units=(self._core(on_disk=core_on_disk), *self._expert_units(choice)),
             checkpoint=self._checkpoint,
             facts=tuple(facts),
         )
@@ -127,13 +127,13 @@ class MoeStage:
             on_disk=on_disk,
         )
 
-    def _expert_units(self, places: ExpertChoice) -> list[UnitPlan]:
+    def _expert_units(self, choice: ExpertChoice) -> list[UnitPlan]:
         units: list[UnitPlan] = []
-        for layer, experts in enumerate(places.memory):
+        for layer, experts in enumerate(choice.memory):
             others = (
-                places.on_peers[layer],
-                places.on_disk[layer],
-                places.by_gradient[layer],
+                choice.on_peers[layer],
+                choice.on_disk[layer],
+                choice.by_gradient[layer],
             )
             on_peers, on_disk, by_gradient = map(frozenset, others)
             units += [
@@ -258,15 +258,15 @@ class PartialSnapshots(StageForecasts[MoeStage]):
             is_due(iteration, self._newest_on_disk, disk_every)
             and not measured.is_persisting
         )
-        places = self._choose(measured, to_disk=to_disk)
+        choice = self._choose(measured, to_disk=to_disk)
         self._newest = iteration
         if to_disk:
             self._newest_on_disk = iteration
         plan = self._stage.plan(
-            iteration, places, core_on_disk=to_disk, facts=self.facts
+            iteration, choice, core_on_disk=to_disk, facts=self.facts
         )
         return SnapshotPlan(
-            durable=durable, sparse=plan, experts=places, to_disk=to_disk
+            durable=durable, sparse=plan, experts=choice, to_disk=to_disk
         )
 
     @property

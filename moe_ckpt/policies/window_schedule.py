@@ -211,9 +211,9 @@ class Middles:
         # By the bytes of each rank: with a cut by count, as in Algorithm 1, slots of
         # some ranks would have twice the bytes of others. Added rank by rank, so that
         # every rank of a stage rounds alike.
-        places = self.shares * (num_slots * self.before / self.totals)
+        positions = self.shares * (num_slots * self.before / self.totals)
         slot_of = np.bincount(
-            self.operators, weights=places, minlength=self.num_operators
+            self.operators, weights=positions, minlength=self.num_operators
         )
         return WindowSchedule(
             num_slots=num_slots,

@@ -143,7 +143,7 @@ def _check_operators(window: Sequence[SnapshotContents]) -> None:
     All slots before that slot must hold the operator's compute weights.
 
     Raises:
-        CheckpointLoadError: An operator is missing in one of these places, or is there
+        CheckpointLoadError: An operator is missing in one of these slots, or is there
             twice.
     """
     times = Counter(name for snapshot in window for name in snapshot.full)

@@ -14,7 +14,7 @@ class WindowRef:
     """A complete, verified sparse window in some rank's memory, with its step log.
 
     The window begins with the state after iteration `start`. From the window its rank
-    can be rebuilt at every iteration from `end` to `steps_to`.
+    can be rebuilt at every iteration from `end` to `replayable_to`.
     """
 
     start: int
@@ -23,7 +23,7 @@ class WindowRef:
     num_slots: int
     """Number of slots, at least 1."""
 
-    steps_to: int
+    replayable_to: int
     """Last iteration to which the window's step log leads."""
 
     cut: str
@@ -33,35 +33,38 @@ class WindowRef:
 
     def __post_init__(self) -> None:
         assert self.num_slots >= 1, self
-        assert self.steps_to >= self.end, self
+        assert self.replayable_to >= self.end, self
 
     @property
     def end(self) -> int:
         """Iteration of the last snapshot."""
-        return self.states[-1]
+        return self.span[-1]
 
     @property
-    def states(self) -> range:
+    def span(self) -> range:
         """Iterations after which the snapshots were taken.
 
-        Windows that are used together have equal `states`.
+        Windows that are used together have equal `span`.
         """
         return range(self.start, self.start + self.num_slots)
 
     def is_of(self, other: WindowRef) -> bool:
         """Return whether two ranks of one stage can use these two windows together."""
-        return (self.states, self.cut) == (other.states, other.cut)
+        return (self.span, self.cut) == (other.span, other.cut)
 
     def __str__(self) -> str:
-        return f"{self.start} to {self.end} (steps to {self.steps_to}, cut {self.cut})"
+        return (
+            f"{self.start} to {self.end} (steps to {self.replayable_to}, cut"
+            f" {self.cut})"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayedState:
     """Live state of a rank whose replay was cut off."""
 
-    states: range
-    """`states` of the replayed window."""
+    span: range
+    """`span` of the replayed window."""
 
     cut: str
     """`cut` of the replayed window."""
@@ -113,7 +116,7 @@ class Inventory:
             iteration: An iteration; None for any iteration.
         """
         return any(
-            iteration is None or window.end <= iteration <= window.steps_to
+            iteration is None or window.end <= iteration <= window.replayable_to
             for window in self.windows
         )
 
@@ -129,7 +132,7 @@ class StageInventory:
     """Sources that all ranks of a stage have in common."""
 
     windows: Mapping[range, WindowRef]
-    """Windows that each rank can get from some memory, by `states`, with the steps that
+    """Windows that each rank can get from some memory, by `span`, with the steps that
     all ranks have for the window. Among several cuts, the cut with the most steps.
     """
 
@@ -143,16 +146,16 @@ class StageInventory:
     """State of all ranks, if a replay was cut off at the same iteration on all of them.
     """
 
-    def has_replayed(self, states: range) -> int | None:
+    def has_replayed(self, span: range) -> int | None:
         """Return the iteration that a replay of a window has reached, or None.
 
         Args:
-            states: `states` of the window.
+            span: `span` of the window.
         """
         replayed = self.replayed
-        is_of_window = replayed is not None and (replayed.states, replayed.cut) == (
-            states,
-            self.windows[states].cut,
+        is_of_window = replayed is not None and (replayed.span, replayed.cut) == (
+            span,
+            self.windows[span].cut,
         )
         return replayed.iteration if replayed is not None and is_of_window else None
 
@@ -210,7 +213,9 @@ def _combine(inventories: Sequence[Inventory], memories: Memories) -> StageInven
     least = [
         replace(
             first[key],
-            steps_to=min(windows[key].steps_to for windows in (first, *others)),
+            replayable_to=min(
+                windows[key].replayable_to for windows in (first, *others)
+            ),
         )
         for key in shared
     ]
@@ -218,9 +223,9 @@ def _combine(inventories: Sequence[Inventory], memories: Memories) -> StageInven
         # sorted by cut too: of two cuts with as many steps all ranks must take the same
         # cut
         windows={
-            window.states: window
+            window.span: window
             for window in sorted(
-                least, key=lambda window: (window.steps_to, window.cut)
+                least, key=lambda window: (window.replayable_to, window.cut)
             )
         },
         logged_from=max(inventory.logged_from for inventory in inventories),
@@ -237,6 +242,6 @@ def _longest(
     """Return each window of a rank from the memory with the most steps for it."""
     windows = [window for memory in memories.values() for window in memory]
     return {
-        (window.states, window.cut): window
-        for window in sorted(windows, key=lambda window: window.steps_to)
+        (window.span, window.cut): window
+        for window in sorted(windows, key=lambda window: window.replayable_to)
     }

@@ -30,7 +30,7 @@ class Rollback:
     stages: range
     """Stages of the segment."""
 
-    states: range
+    span: range
     """Iterations after which the snapshots of the segment's window were taken."""
 
     resumed_at: int | None = None
@@ -42,7 +42,7 @@ class Rollback:
     @property
     def window_start(self) -> int:
         """Start of the window to which the segment rolls back."""
-        return self.states.start
+        return self.span.start
 
     @property
     def starts_from(self) -> int:
@@ -108,7 +108,7 @@ class RecoveryPlan:
         waiting = set(range(self.num_stages)) - rolling - sending
         return [
             *(
-                f"{_span('stage', rollback.stages)}: {self._replay(rollback)}"
+                f"{_numbered('stage', rollback.stages)}: {self._replay(rollback)}"
                 for rollback in self.rollbacks
             ),
             *([f"{_list(sending)}: wait and send logs"] if sending else []),
@@ -126,7 +126,7 @@ class RecoveryPlan:
         window = f"the window at {rollback.window_start}"
         if rollback.resumed_at is not None:
             rest = (
-                f"replay {_span('iteration', iterations)}"
+                f"replay {_numbered('iteration', iterations)}"
                 if iterations
                 else "nothing is left to replay"
             )
@@ -135,7 +135,7 @@ class RecoveryPlan:
                 f" {rollback.resumed_at}"
             )
         return (
-            f"replay {_span('iteration', iterations)} from {window}"
+            f"replay {_numbered('iteration', iterations)} from {window}"
             if iterations
             else f"load {window}"
         )
@@ -198,13 +198,11 @@ def plan_recovery(
         whole = _common_windows(stages)
         if not whole:
             raise NothingLeftError(_nothing_found(lost, target, ranks, memories))
-        states = _newest(whole)
+        span = _newest(whole)
         # another target if the common steps end before the target, or the window after
         # it
-        target = max(
-            states[-1], min(states[-1] if target is None else target, whole[states])
-        )
-        rollbacks = (Rollback(stages=range(len(stages)), states=states),)
+        target = max(span[-1], min(span[-1] if target is None else target, whole[span]))
+        rollbacks = (Rollback(stages=range(len(stages)), span=span),)
     fetches = _plan_fetches(ranks, memories, stages, rollbacks, target)
     return RecoveryPlan(
         target_iteration=target,
@@ -225,18 +223,18 @@ def _plan_local(
     while True:
         rollbacks, missing = [], set()
         for segment in _segments(rolling):
-            steps_to = _common_windows([stages[stage] for stage in segment])
+            replayable_to = _common_windows([stages[stage] for stage in segment])
             # a window whose steps end before the target would leave its stages behind
             # the others
             usable = [
-                states
-                for states in steps_to
-                if states[-1] <= target <= steps_to[states]
+                span
+                for span in replayable_to
+                if span[-1] <= target <= replayable_to[span]
             ]
             if not usable:
                 return None
             rollback = _resumed(
-                Rollback(stages=segment, states=_newest(usable)), stages, target
+                Rollback(stages=segment, span=_newest(usable)), stages, target
             )
             rollbacks.append(rollback)
             # logs are needed from the first iteration that runs: the state before is
@@ -261,19 +259,19 @@ def _common_windows(stages: Sequence[StageInventory]) -> dict[range, int]:
     """Return the windows that all these stages have.
 
     Returns:
-        Last iteration of the common steps, by `states` of the window.
+        Last iteration of the common steps, by `span` of the window.
     """
     shared = set(stages[0].windows).intersection(*(stage.windows for stage in stages))
     return {
-        states: min(stage.windows[states].steps_to for stage in stages)
-        for states in shared
+        span: min(stage.windows[span].replayable_to for stage in stages)
+        for span in shared
     }
 
 
 def _newest(windows: Iterable[range]) -> range:
     # among equal starts the window with fewer slots: the replay begins at the same
     # iteration, and fewer of its iterations have frozen operators
-    return max(windows, key=lambda states: (states.start, -len(states)))
+    return max(windows, key=lambda span: (span.start, -len(span)))
 
 
 def _resumed(
@@ -285,7 +283,7 @@ def _resumed(
     continues its recovery when a stage that is no neighbour fails meanwhile. MoEvement,
     Appendix A.
     """
-    reached = {stages[stage].has_replayed(rollback.states) for stage in rollback.stages}
+    reached = {stages[stage].has_replayed(rollback.span) for stage in rollback.stages}
     resumed_at = reached.pop() if len(reached) == 1 else None
     # a state past the target cannot be undone: the segment loads its window
     return (
@@ -306,22 +304,23 @@ def _plan_fetches(
 
     Each rank fetches from the holder with the fewest fetches so far.
     """
-    states = {
-        stage: rollback.states for rollback in rollbacks for stage in rollback.stages
+    spans = {
+        stage: rollback.span for rollback in rollbacks for stage in rollback.stages
     }
     asked: Counter[int] = Counter()
     fetches = []
     for rank in ranks:
-        if rank.stage not in states:
+        if rank.stage not in spans:
             continue
-        wanted = stages[rank.stage].windows[states[rank.stage]]
+        wanted = stages[rank.stage].windows[spans[rank.stage]]
         # only holders with all steps to the target: an older copy of the window would
         # end the replay earlier
         holders = [
             holder
             for holder, windows in memories[rank.global_rank].items()
             if any(
-                window.is_of(wanted) and window.steps_to >= target for window in windows
+                window.is_of(wanted) and window.replayable_to >= target
+                for window in windows
             )
         ]
         if rank.global_rank in holders:
@@ -412,7 +411,7 @@ def _describe(rank: Inventory, memories: Mapping[int, Collection[WindowRef]]) ->
     )
 
 
-def _span(noun: str, numbers: range) -> str:
+def _numbered(noun: str, numbers: range) -> str:
     return (
         f"{noun} {numbers[0]}"
         if len(numbers) == 1

@@ -1,4 +1,4 @@
-"""Plan to restore partial checkpoints: the version to load, and the place of each unit.
+"""Plan to restore partial checkpoints: the version to load, and the level of each unit.
 
 Pure. The cores of all ranks are of one iteration, since parameters of different
 iterations do not fit each other. Any other unit may be older, but all ranks that have a
@@ -25,23 +25,23 @@ class UnitInventory:
     global_rank: int
     """Rank in the job."""
 
-    places: Mapping[str, Units]
-    """Units in each place, the nearest place first."""
+    levels: Mapping[str, Units]
+    """Units on each level, the nearest level first."""
 
     needed: Mapping[Version, frozenset[str]]
     """Names of the units that the rank needs with each version of the core."""
 
     def versions(self, name: str) -> frozenset[Version]:
-        """Return the versions of a unit in all places."""
+        """Return the versions of a unit on all levels."""
         return frozenset(
-            version for units in self.places.values() for version in units.get(name, ())
+            version for units in self.levels.values() for version in units.get(name, ())
         )
 
-    def place_of(self, name: str, version: Version) -> str:
-        """Return the nearest place that has a version of a unit."""
+    def level_of(self, name: str, version: Version) -> str:
+        """Return the nearest level that has a version of a unit."""
         return next(
-            place
-            for place, units in self.places.items()
+            level
+            for level, units in self.levels.items()
             if version in units.get(name, ())
         )
 
@@ -57,17 +57,17 @@ class UnitRecovery:
     """Version of each unit, by name."""
 
     sources: Mapping[int, Mapping[str, str]]
-    """Place of each unit, by rank and name."""
+    """Level of each unit, by rank and name."""
 
     def lines(self) -> list[str]:
-        """Return a readable description of the versions and their places."""
+        """Return a readable description of the versions and their levels."""
         old = {
             name: version
             for name, version in self.units.items()
             if version != self.version
         }
-        places = sorted(
-            {place for sources in self.sources.values() for place in sources.values()}
+        levels = sorted(
+            {level for sources in self.sources.values() for level in sources.values()}
         )
         older = ""
         if old:
@@ -78,7 +78,7 @@ class UnitRecovery:
             )
         return [
             f"all ranks go back to iteration {self.version}, from"
-            f" {', '.join(places)}{older}"
+            f" {', '.join(levels)}{older}"
         ]
 
 
@@ -107,7 +107,7 @@ def newest_epoch(inventories: Sequence[UnitInventory]) -> int:
     lines = (
         version.epoch
         for inventory in inventories
-        for units in inventory.places.values()
+        for units in inventory.levels.values()
         for versions in units.values()
         for version in versions
     )
@@ -137,7 +137,7 @@ def _at(version: Version, inventories: Sequence[UnitInventory]) -> UnitRecovery 
         units[name] = max(fitting)
     sources = {
         inventory.global_rank: {
-            name: inventory.place_of(name, units[name])
+            name: inventory.level_of(name, units[name])
             for name in sorted(inventory.needed[version])
         }
         for inventory in inventories

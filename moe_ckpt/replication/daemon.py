@@ -87,7 +87,7 @@ class DaemonSettings:
 
 
 def run_daemon(
-    place: DaemonSettings,
+    settings: DaemonSettings,
     *,
     supervisor_pid: int,
     may_send: Callable[[], bool],
@@ -99,7 +99,7 @@ def run_daemon(
     The kernel ends this process when the supervisor ends.
 
     Args:
-        place: The daemon's settings.
+        settings: The daemon's settings.
         supervisor_pid: Process id of the supervisor.
         may_send: Returns whether copies may be sent without a wait; False while
             training communicates.
@@ -115,33 +115,33 @@ def run_daemon(
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         # ignore signals to the whole job: this process ends with its supervisor
         signal.signal(number, signal.SIG_IGN)
-    deadline_s = place.copy_deadline_s
+    deadline_s = settings.copy_deadline_s
     server = CopyServer(
-        place.rank_folder,
-        place.global_rank,
-        place.ticket,
-        host=place.host,
-        timeout_s=place.timeout_s,
+        settings.rank_folder,
+        settings.global_rank,
+        settings.ticket,
+        host=settings.host,
+        timeout_s=settings.timeout_s,
         rules=HoldingRules(
-            keeps_own=place.keeps_own,
+            keeps_own=settings.keeps_own,
             open_gradients=observe(),
-            most_bytes_per_owner=place.most_bytes_per_owner,
+            most_bytes_per_owner=settings.most_bytes_per_owner,
         ),
     )
-    own = BlobFolder(own_path(place.rank_folder))
+    own = BlobFolder(own_path(settings.rank_folder))
     replicator = Replicator(
         own,
-        place.global_rank,
-        place.ticket,
+        settings.global_rank,
+        settings.ticket,
         may_send=may_send,
         deadline_s=deadline_s,
-        throttle=Throttle(place.caps.peers),
+        throttle=Throttle(settings.caps.peers),
     )
     door = WorkerServer(
-        place.rank_folder,
+        settings.rank_folder,
         replicator,
-        timeout_s=place.timeout_s,
-        disk=Throttle(place.caps.disk),
+        timeout_s=settings.timeout_s,
+        disk=Throttle(settings.caps.disk),
     )
     announce(server.address)
     while True:
@@ -152,7 +152,7 @@ def run_daemon(
             # the folder is being deleted right now, or the disk is full
             _log.warning(
                 "rank %d's daemon cannot listen to its worker yet: %s",
-                place.global_rank,
+                settings.global_rank,
                 error,
             )
 

@@ -39,7 +39,7 @@ _TARGET = "save_target"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveTarget:
-    """The place of a rank's last save, and the windows that belong there."""
+    """The folder of a rank's last save, and the windows that belong there."""
 
     path: str
     """Folder of the rank on the rank's disk."""
@@ -96,7 +96,7 @@ def save_last(rank_folder: Path) -> None:
     # states that the rank's daemon computed from gradients are newer than the rank's
     for folder in (own, computed):
         # a worker may have died while it replaced the folder's contents
-        folder.settle()
+        folder.finish_replacement()
         for keys in windows_in(folder):
             # nothing is stale: if another rank saves less, all ranks continue from an
             # older state
@@ -124,10 +124,10 @@ def saved_iterations(rank_folder: Path) -> list[int]:
     for window in group_windows(kept.snapshots):
         if not window.complete:
             continue
-        steps_to = steps.reaches(window.start + 1)
+        replayable_to = steps.reaches(window.start + 1)
         try:
             ref = verified_window(
-                window.snapshots, target.identity, target.shard, steps_to
+                window.snapshots, target.identity, target.shard, replayable_to
             )
         except CheckpointLoadError as error:
             _log.warning("on disk, and of no use to a start: %s", error)

@@ -31,10 +31,10 @@ def copy_holders(
 ) -> tuple[int, ...]:
     """Return the ranks that hold this rank's copies.
 
-    The holders are the ranks with this rank's place on `replicas` other nodes of this
-    rank's group. Every rank holds the copies of `replicas` other ranks. Any `replicas`
-    nodes may be lost, and most sets of one node more. The placement is the mixed
-    strategy of Gemini, section 4.1. Gemini's m counts the owner's own copy: m =
+    The holders are the ranks with this rank's local index on `replicas` other nodes of
+    this rank's group. Every rank holds the copies of `replicas` other ranks. Any
+    `replicas` nodes may be lost, and most sets of one node more. The placement is the
+    mixed strategy of Gemini, section 4.1. Gemini's m counts the owner's own copy: m =
     replicas + 1.
 
     - 8 ranks, 2 a node, 1 replica: nodes 0 and 1 hold each other's copies, and so do
@@ -165,10 +165,10 @@ def _group(node: int, nodes: range, replicas: int) -> range:
 def _next_in_ring(
     global_rank: int, ring: range, ranks_per_node: int, replicas: int
 ) -> tuple[int, ...]:
-    node, place = divmod(global_rank, ranks_per_node)
+    node, local_index = divmod(global_rank, ranks_per_node)
     position = ring.index(node)
     return tuple(
-        ring[(position + hop) % len(ring)] * ranks_per_node + place
+        ring[(position + hop) % len(ring)] * ranks_per_node + local_index
         for hop in range(1, replicas + 1)
     )
 

@@ -480,7 +480,7 @@ class Publisher:
         Returns:
             The contents.
         """
-        self.folder.settle()
+        self.folder.finish_replacement()
         for key in filter(is_update, self.folder.keys()):
             # left by a process that died before the copy was complete
             self.folder.discard(key)
@@ -528,7 +528,7 @@ class Publisher:
                 raise
         self.folder.keep_incoming()
         forget()
-        self.folder.settle()
+        self.folder.finish_replacement()
         self.folder.sweep()
         return result
 

@@ -309,7 +309,7 @@ def _all_done(parts: Sequence[Future[UpdateWork]]) -> Future[UpdateWork]:
             num_left -= 1
             if num_left:
                 return
-        _settle(whole, parts)
+        _complete(whole, parts)
 
     for part in parts:
         part.add_done_callback(finish)
@@ -318,7 +318,7 @@ def _all_done(parts: Sequence[Future[UpdateWork]]) -> Future[UpdateWork]:
     return whole
 
 
-def _settle(whole: Future[UpdateWork], parts: Sequence[Future[UpdateWork]]) -> None:
+def _complete(whole: Future[UpdateWork], parts: Sequence[Future[UpdateWork]]) -> None:
     reasons = [reason for part in parts if (reason := part.exception())]
     if not reasons:
         whole.set_result(slowest([part.result() for part in parts]))

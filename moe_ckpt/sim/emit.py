@@ -158,12 +158,12 @@ class _Rank:
         rows = self._saving.partial.tokens.rows_of_stage(
             self._stage, len(choice.memory)
         )
-        places = {name: getattr(choice, name) for name in choice.__slots__}
+        levels = {name: getattr(choice, name) for name in choice.__slots__}
         return ExpertsChosen(
             iteration=iteration,
             **{
                 name: [list(of_layer[row]) for row in rows]
-                for name, of_layer in places.items()
+                for name, of_layer in levels.items()
             },
         )
 

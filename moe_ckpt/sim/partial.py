@@ -85,7 +85,7 @@ class Epoch:
 
         Args:
             iteration: The iteration of the checkpoint.
-            where: The place of the checkpoint's parts.
+            where: The level of the checkpoint's parts.
         """
         offset = iteration - self.start
         first = max(0, offset - self.pattern.period)

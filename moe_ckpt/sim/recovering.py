@@ -164,7 +164,7 @@ def replayed_by(
 
     Returns None if the rollback has reached no new state.
     """
-    window = Kept(start=rollback.states[0], end=rollback.states[-1])
+    window = Kept(start=rollback.span[0], end=rollback.span[-1])
     whole_s = _rollback_s(setup, saving, rollback, target)
     for iteration in range(target, rollback.starts_from, -1):
         rest_s = replay_s(
@@ -176,15 +176,15 @@ def replayed_by(
             done=iteration - window.start,
         )
         if whole_s - rest_s <= spent_s:
-            return ReplayedState(states=rollback.states, cut="", iteration=iteration)
+            return ReplayedState(span=rollback.span, cut="", iteration=iteration)
     if rollback.resumed_at is None:
         return None
-    return ReplayedState(states=rollback.states, cut="", iteration=rollback.resumed_at)
+    return ReplayedState(span=rollback.span, cut="", iteration=rollback.resumed_at)
 
 
 def _rollback_s(setup: Setup, saving: Saving, rollback: Rollback, target: int) -> float:
     stages = rollback.stages
-    window = Kept(start=rollback.states[0], end=rollback.states[-1])
+    window = Kept(start=rollback.span[0], end=rollback.span[-1])
     done = rollback.starts_from - window.start
     load_bytes = saving.whole_bytes if rollback.resumed_at is None else 0.0
     if setup.cluster.copies_share == JOB:
@@ -246,7 +246,7 @@ def _inventories(
         each.start: WindowRef(
             start=each.start,
             num_slots=each.num_slots,
-            steps_to=max(each.end, least),
+            replayable_to=max(each.end, least),
             cut="",
         )
         for each in kept

@@ -2,8 +2,8 @@
 
 The plan is that of a real run. Ranks that lost their memory take units from peers'
 memory or from disk, as old as the units are there. Ranks with equal sources are listed
-once. Experts are listed once too: the plan chooses the core, and the place of the core
-decides the places of the experts.
+once. Experts are listed once too: the plan chooses the core, and the level of the core
+decides the levels of the experts.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from moe_ckpt.sim.snapshot_pattern import Where
 from moe_ckpt.sim.timeline import HOST_MEMORY
 from moe_ckpt.types import CORE, Version
 
-Places = Mapping[Where, Sequence[Kept]]
-"""Checkpoints with a part of a rank, by place, the nearest checkpoint first."""
+Levels = Mapping[Where, Sequence[Kept]]
+"""Checkpoints with a part of a rank, by level, the nearest checkpoint first."""
 
 
 def go_back(
@@ -49,7 +49,7 @@ def go_back(
     """
     written = [on_disk] if on_disk and not on_disk.is_whole else []
     bare = {
-        rank: _bare_places(setup, saving, rank, kept, written, losses)
+        rank: _bare_levels(setup, saving, rank, kept, written, losses)
         for rank in sorted(losses.unreplicated)
     }
     # one rank stands for all ranks with whole memory: a plan depends on sources, not on
@@ -61,7 +61,7 @@ def go_back(
         else {}
     )
     plan = plan_units(
-        [_inventory(rank, places) for rank, places in (bare | others).items()]
+        [_inventory(rank, levels) for rank, levels in (bare | others).items()]
     )
     if plan is None:
         return None
@@ -85,15 +85,15 @@ def go_back(
     )
 
 
-def _bare_places(
+def _bare_levels(
     setup: Setup,
     saving: Saving,
     rank: int,
     kept: Sequence[Kept],
     written: Sequence[Kept],
     losses: Losses,
-) -> Places:
-    """Return the remaining places of the units of a rank that has lost its memory."""
+) -> Levels:
+    """Return the remaining levels of the units of a rank that has lost its memory."""
     holders = setup.holders(
         rank, saving.replicas, peers=setup.job.layout.ranks_per_stage
     )
@@ -103,14 +103,14 @@ def _bare_places(
     )
 
 
-def _inventory(rank: int, places: Places) -> UnitInventory:
+def _inventory(rank: int, levels: Levels) -> UnitInventory:
     versions = {
         where: frozenset(map(_version, checkpoints))
-        for where, checkpoints in places.items()
+        for where, checkpoints in levels.items()
     }
     return UnitInventory(
         global_rank=rank,
-        places={where.name: {CORE: of_core} for where, of_core in versions.items()},
+        levels={where.name: {CORE: of_core} for where, of_core in versions.items()},
         needed={
             version: frozenset({CORE})
             for of_core in versions.values()
@@ -125,7 +125,7 @@ def _version(kept: Kept) -> Version:
 
 
 def _lost(
-    setup: Setup, saving: Saving, found: Kept, epoch: Epoch, bare: Mapping[int, Places]
+    setup: Setup, saving: Saving, found: Kept, epoch: Epoch, bare: Mapping[int, Levels]
 ) -> list[IntArray]:
     """Return the losses of each stage; an expert is as old as its oldest part."""
     assert saving.partial is not None
@@ -135,10 +135,10 @@ def _lost(
     homes = np.arange(job.shape.num_experts) * job.layout.ep // job.shape.num_experts
     rows = [tokens.rows_of_stage(stage, len(whole)) for stage in range(job.layout.pp)]
     of_stages = [whole[of_stage] for of_stage in rows]
-    for rank, places in bare.items():
+    for rank, levels in bare.items():
         ends = {
             where: [kept.end for kept in theirs if kept.epoch is epoch]
-            for where, theirs in places.items()
+            for where, theirs in levels.items()
         }
         # copies may be newer than the core to which all ranks go back
         newest = [

@@ -327,26 +327,26 @@ class BlobFolder:
     def incoming(self) -> BlobFolder:
         """Begin to replace all blobs.
 
-        Only the one writer may call this method. Until `settle` the writer must not
-        allocate memory in this folder.
+        Only the one writer may call this method. Until `finish_replacement` the writer
+        must not allocate memory in this folder.
 
         Returns:
             An empty folder. The blobs of the returned folder take the place of this
-            folder's blobs once `keep_incoming` and `settle` were called.
+            folder's blobs once `keep_incoming` and `finish_replacement` were called.
         """
-        self.settle()
+        self.finish_replacement()
         make_private(self.path / _INCOMING)
         return BlobFolder(self.path, index=_INCOMING)
 
     def keep_incoming(self) -> None:
         """Mark the incoming blobs as whole.
 
-        From now on `settle` replaces all other blobs by the incoming blobs, even if
-        this process dies before `settle`.
+        From now on `finish_replacement` replaces all other blobs by the incoming blobs,
+        even if this process dies before the call.
         """
         (self.path / _INCOMING).rename(self.path / _ARRIVED)
 
-    def settle(self) -> None:
+    def finish_replacement(self) -> None:
         """Finish a replacement whose blobs are whole, or discard one that is not."""
         with self._lock:
             shutil.rmtree(self.path / _INCOMING, ignore_errors=True)
@@ -393,12 +393,13 @@ class BlobFolder:
             return {key: self._blob(key, hold=True) for key in self.keys()}
 
     def sweep(self) -> None:
-        """Settle, and remove damaged blobs, unused buffers and unfinished entries.
+        """Finish a replacement, and remove damaged or unused contents.
 
-        Only the one writer may call this method.
+        The contents are damaged blobs, unused buffers and unfinished entries. Only the
+        one writer may call this method.
         """
         with self._lock:
-            self.settle()
+            self.finish_replacement()
             for key in self.keys():
                 try:
                     self.get(key)
@@ -481,7 +482,7 @@ class BlobFolder:
         """Continue the numbering after the buffers that are in the folder.
 
         An earlier process left these buffers, or incoming blobs own them and keep them
-        when `settle` renames the index.
+        when `finish_replacement` renames the index.
         """
         self._number = max(
             self._number, *(int(buffer.name) for buffer in self._buffers()), 0

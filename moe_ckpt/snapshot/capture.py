@@ -271,10 +271,10 @@ class SnapshotEngine:
         )
         tensors = {key: tensor for key, tensor, _ in pieces}
         # parts lie one after another, without gaps
-        places = buffer[:payload_bytes].split([part.nbytes for part in parts])
+        targets = buffer[:payload_bytes].split([part.nbytes for part in parts])
         copies = [
-            (place.view(part.dtype), tensors[part.key].detach().reshape(-1))
-            for part, place in zip(parts, places, strict=True)
+            (target.view(part.dtype), tensors[part.key].detach().reshape(-1))
+            for part, target in zip(parts, targets, strict=True)
         ]
         return snapshot, copies
 

@@ -1,6 +1,6 @@
 """Form of one rank's sparse snapshot in host memory: a header and one tensor of bytes.
 
-Owns: the place of each tensor in the payload, the header's JSON, checksums, and the
+Owns: the offset of each tensor in the payload, the header's JSON, checksums, and the
 check that a snapshot belongs to this run and shard. Must not: allocate, access a device
 or a peer, keep snapshots, or unpickle. MoEvement, section 3.2.
 
@@ -124,7 +124,7 @@ class PartKey:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One tensor of a snapshot, and the tensor's place in the payload."""
+    """One tensor of a snapshot, and the tensor's offset in the payload."""
 
     key: PartKey
     """Key of the tensor, unique in the snapshot."""
@@ -255,10 +255,10 @@ class SnapshotHeader:
                 f"rank {self.shard.global_rank}'s snapshot of {self.unit.name} at"
                 f" iteration {self.version}"
             )
-        place = f"slot {self.slot} of {self.num_slots}, window from {self.window_start}"
+        slot = f"slot {self.slot} of {self.num_slots}, window from {self.window_start}"
         return (
             f"rank {self.shard.global_rank}'s snapshot of iteration {self.iteration}"
-            f" ({place})"
+            f" ({slot})"
         )
 
 
@@ -293,7 +293,7 @@ def part_view(payload: torch.Tensor, part: Part) -> torch.Tensor:
 def layout_parts(
     items: Sequence[tuple[PartKey, torch.Tensor, tuple[int, int]]],
 ) -> tuple[tuple[Part, ...], int]:
-    """Place tensors one after another in a payload.
+    """Lay out tensors one after another in a payload.
 
     Larger elements come first, so that each part is aligned to its elements without
     padding: 1 x bool, 2 x bf16, 1 x fp32 are at bytes 8, 4 and 0.
@@ -323,9 +323,9 @@ def layout_parts(
             raise CheckpointSaveError(
                 f"{key}: got {tensor.dtype}, wanted one of {', '.join(DTYPES)}"
             )
-        place = {"range_start": start, "range_end": end, "offset_bytes": offset_bytes}
+        extent = {"range_start": start, "range_end": end, "offset_bytes": offset_bytes}
         parts.append(
-            Part(key=key, dtype=tensor.dtype, shape=tuple(tensor.shape), **place)
+            Part(key=key, dtype=tensor.dtype, shape=tuple(tensor.shape), **extent)
         )
         offset_bytes += parts[-1].nbytes
     return tuple(parts), offset_bytes
@@ -457,10 +457,10 @@ def _check_parts(header: SnapshotHeader) -> None:
                 f" {', '.join(ROLES)}"
             )
         if math.prod(part.shape) != part.range_end - part.range_start:
-            place = f"{part.range_start} to {part.range_end}"
+            wanted = f"{part.range_start} to {part.range_end}"
             raise ValueError(
                 f"{part.key}: got shape {part.shape}, wanted as many elements as the"
-                f" range {place}"
+                f" range {wanted}"
             )
         # checked here: torch refuses unaligned views, but only after the load has begun
         if part.offset_bytes % part.dtype.itemsize:

@@ -82,12 +82,12 @@ def sums_on_device(
         total += tensor.nbytes * position
         for start in range(0, words.numel(), _CHUNK_WORDS):
             chunk = words[start : start + _CHUNK_WORDS].to(torch.int64)
-            places = torch.arange(
+            positions = torch.arange(
                 position, position + chunk.numel(), device=words.device
             )
             for index, multiplier in enumerate(_MULTIPLIERS):
                 total[index] += (
-                    (chunk * (places * multiplier).bitwise_or_(1)).sum().to(device)
+                    (chunk * (positions * multiplier).bitwise_or_(1)).sum().to(device)
                 )
             position += chunk.numel()
         position += 1

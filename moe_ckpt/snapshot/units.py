@@ -24,7 +24,7 @@ class StorageLevel(IntEnum):
     ON_DISK = 2
 
 
-def without_torn(snapshots: Sequence[Snapshot], place: StorageLevel) -> list[Snapshot]:
+def without_torn(snapshots: Sequence[Snapshot], level: StorageLevel) -> list[Snapshot]:
     """Return the units on a level, without cores whose snapshot is incomplete there.
 
     If a rank dies while it publishes a snapshot, only some units of the snapshot
@@ -32,7 +32,7 @@ def without_torn(snapshots: Sequence[Snapshot], place: StorageLevel) -> list[Sna
 
     Args:
         snapshots: Units on the level.
-        place: The level.
+        level: The level.
     """
     # counted in a set: a unit that a folder holds twice must not stand in for a missing
     # unit
@@ -48,7 +48,7 @@ def without_torn(snapshots: Sequence[Snapshot], place: StorageLevel) -> list[Sna
         if each.header.name != CORE
         or (
             each.header.unit
-            and numbers[each.header.version] >= each.header.unit.taken_with[place]
+            and numbers[each.header.version] >= each.header.unit.taken_with[level]
         )
     ]
 

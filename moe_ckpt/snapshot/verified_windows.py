@@ -22,7 +22,7 @@ def verified_window(
     snapshots: Sequence[Snapshot],
     identity: RunIdentity,
     shard: ShardIdentity,
-    steps_to: int | None,
+    replayable_to: int | None,
     *,
     by_headers: bool = False,
 ) -> WindowRef | None:
@@ -34,8 +34,8 @@ def verified_window(
         snapshots: Snapshots of the window, by slot.
         identity: Run that the window must belong to.
         shard: Rank that the window must belong to.
-        steps_to: Last iteration to which logged steps lead; None if not even the start
-            is logged.
+        replayable_to: Last iteration to which logged steps lead; None if not even the
+            start is logged.
         by_headers: Whether only headers are checked, and no payload is read.
 
     Returns:
@@ -51,12 +51,12 @@ def verified_window(
     contents = [contents_of(snapshot) for snapshot in snapshots]
     last = contents[-1].iteration
     plan_conversion(contents, last)  # raises for slots that make no whole window
-    if steps_to is None or steps_to < last:
+    if replayable_to is None or replayable_to < last:
         return None
     return WindowRef(
         start=contents[0].window_start,
         num_slots=len(contents),
-        steps_to=steps_to,
+        replayable_to=replayable_to,
         cut=cut_of(contents),
     )
 

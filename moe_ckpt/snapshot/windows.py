@@ -1,12 +1,12 @@
-"""One rank's snapshots in host memory: the persisted windows, and the window in flight.
+"""One rank's snapshots in host memory: the kept windows, and the window in flight.
 
 Owns: the buffers of payloads, the windows, and the time at which a buffer is free
 again. Must not: look into payloads, copy, or communicate. MoEvement, section 3.2,
 "Persisting Snapshots"; MoC, section 5.1. A window is one version of the state: W slots
 of operators or, in one slot, the units of a partial checkpoint (`snapshot.units`).
 
-    begin    add slot 0 .. slot W-1    confirm                     a later confirm
-    in flight ---------- complete ---> persisted (older released) ---> released
+    begin    add slot 0 .. slot W-1    keep_in_flight         a later keep_in_flight
+    in flight ---------- complete ---> kept (older released) ---> released
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ class SnapshotMemory:
 
         Args:
             buffers: Pool from which the payloads of all snapshots are acquired.
-            keep_windows: Number of persisted windows to keep, at least 1.
+            keep_windows: Number of windows to keep, at least 1.
             daemon: Stores the snapshots elsewhere as well; None: no daemon.
         """
         assert keep_windows >= 1, keep_windows
@@ -295,19 +295,22 @@ class SnapshotMemory:
         self._daemon = daemon
         self._keep_windows = keep_windows
         self._in_flight: Window | None = None
-        self._persisted: list[Version] = []  # newest first
-        self._kept: list[Snapshot] = []  # of persisted versions
+        self._kept_versions: list[Version] = []  # newest first
+        self._kept_snapshots: list[Snapshot] = []  # of kept versions
 
     def in_flight(self) -> Window | None:
         """Return the window in flight with its snapshots so far, or None."""
         return self._in_flight
 
     def windows(self) -> list[Window]:
-        """Return the persisted windows, newest first.
+        """Return the kept windows, newest first.
 
         Windows of units include the older units that belong to the version.
         """
-        found = ((version, compose(self._kept, version)) for version in self._persisted)
+        found = (
+            (version, compose(self._kept_snapshots, version))
+            for version in self._kept_versions
+        )
         return [
             Window(version=version, num_snapshots=len(snapshots), snapshots=snapshots)
             for version, snapshots in found
@@ -316,10 +319,13 @@ class SnapshotMemory:
 
     def snapshots(self) -> list[Snapshot]:
         """Return all snapshots that any version needs, also of the window in flight."""
-        return [*self._kept, *(self._in_flight.snapshots if self._in_flight else ())]
+        return [
+            *self._kept_snapshots,
+            *(self._in_flight.snapshots if self._in_flight else ()),
+        ]
 
     def oldest_needed_iteration(self) -> int | None:
-        """Return the start of the oldest persisted window.
+        """Return the start of the oldest kept window.
 
         Logs of later iterations are still needed.
 
@@ -327,7 +333,7 @@ class SnapshotMemory:
             The start; None without windows. Without windows a recovery would begin
             before all snapshots in this memory.
         """
-        return min((version.iteration for version in self._persisted), default=None)
+        return min((version.iteration for version in self._kept_versions), default=None)
 
     @property
     def lacks_units(self) -> bool:
@@ -342,12 +348,12 @@ class SnapshotMemory:
         )
         return any(
             not compose(self.snapshots(), version)
-            for version in [*in_flight, *self._persisted][:1]
+            for version in [*in_flight, *self._kept_versions][:1]
         )
 
     def newest_start(self) -> int | None:
-        """Return the start of the newest persisted window; None without windows."""
-        return max((version.iteration for version in self._persisted), default=None)
+        """Return the start of the newest kept window; None without windows."""
+        return max((version.iteration for version in self._kept_versions), default=None)
 
     def begin(self, version: Version, num_snapshots: int) -> None:
         """Start a window. A window that is still in flight is dropped.
@@ -359,8 +365,8 @@ class SnapshotMemory:
         assert num_snapshots >= 1, num_snapshots
         self._hold(
             Window(version=version, num_snapshots=num_snapshots),
-            self._persisted,
-            self._kept,
+            self._kept_versions,
+            self._kept_snapshots,
         )
 
     def add(self, *snapshots: Snapshot) -> None:
@@ -381,7 +387,11 @@ class SnapshotMemory:
             )
         by_name = {each.header.name: each for each in (*window.snapshots, *snapshots)}
         in_order = tuple(sorted(by_name.values(), key=lambda each: each.header.slot))
-        self._hold(replace(window, snapshots=in_order), self._persisted, self._kept)
+        self._hold(
+            replace(window, snapshots=in_order),
+            self._kept_versions,
+            self._kept_snapshots,
+        )
 
     def adopt(self, snapshots: Sequence[Snapshot]) -> None:
         """Take over the snapshots of an earlier process.
@@ -392,7 +402,7 @@ class SnapshotMemory:
         assert not self.snapshots(), self.snapshots()
         for snapshot in snapshots:
             self._buffers.adopt(snapshot.payload)
-        self._kept = list(snapshots)
+        self._kept_snapshots = list(snapshots)
         units = [snapshot for snapshot in snapshots if snapshot.header.unit]
         cores = [
             each
@@ -417,10 +427,10 @@ class SnapshotMemory:
         """Drop all snapshots."""
         self._hold(None, [], [])
 
-    def confirm(
+    def keep_in_flight(
         self, also: Collection[Version] = (), *, lacks_units: bool = False
     ) -> None:
-        """Mark the window in flight as persisted, and drop superseded windows.
+        """Keep the window in flight, and drop superseded windows.
 
         The memory keeps the newest `keep_windows` windows, this window included, and
         the versions in `also`. Earlier windows of the same or a later version were
@@ -434,13 +444,13 @@ class SnapshotMemory:
         window = self._in_flight
         assert window is not None, "no window is in flight"
         assert window.complete, f"not complete: {window}"
-        before = [older for older in self._persisted if older < window.version]
+        before = [older for older in self._kept_versions if older < window.version]
         earlier = (
             [older for older in before if older.epoch != window.version.epoch]
             if lacks_units
             else []
         )
-        whole = [older for older in earlier if compose(self._kept, older)][:1]
+        whole = [older for older in earlier if compose(self._kept_snapshots, older)][:1]
         self._keep(
             [*[window.version, *before][: self._keep_windows], *whole, *also],
             landed=window.snapshots,
@@ -448,33 +458,37 @@ class SnapshotMemory:
 
     def abandon(self) -> None:
         """Drop the window in flight, if there is one."""
-        self._hold(None, self._persisted, self._kept)
+        self._hold(None, self._kept_versions, self._kept_snapshots)
 
     def keep_complete(self) -> None:
-        """Keep the window in flight beside the persisted windows if it is complete.
+        """Keep the window in flight beside the kept windows if it is complete.
 
-        Other ranks may have confirmed a complete window already. An incomplete window
+        Other ranks may have kept a complete window already. An incomplete window
         is dropped.
         """
         window = self._in_flight
-        if window is None or not window.complete or window.version in self._persisted:
+        if (
+            window is None
+            or not window.complete
+            or window.version in self._kept_versions
+        ):
             self.abandon()
             return
-        self._keep([window.version, *self._persisted], landed=window.snapshots)
+        self._keep([window.version, *self._kept_versions], landed=window.snapshots)
 
     def keep_only(self, starts: Sequence[int]) -> None:
-        """Keep the persisted windows with these starts, and drop all other windows.
+        """Keep the windows with these starts, and drop all other windows.
 
         Args:
             starts: Starts of windows, of which the first `keep_windows` count.
         """
         wanted = starts[: self._keep_windows]
         self._keep(
-            [version for version in self._persisted if version.iteration in wanted]
+            [version for version in self._kept_versions if version.iteration in wanted]
         )
 
     def drop(self, window_start: int) -> None:
-        """Drop every window with this start, persisted or in flight, as damaged."""
+        """Drop every window with this start, kept or in flight, as damaged."""
         window = (
             self._in_flight
             if self._in_flight and self._in_flight.start != window_start
@@ -482,13 +496,15 @@ class SnapshotMemory:
         )
         kept = [
             snapshot
-            for snapshot in self._kept
+            for snapshot in self._kept_snapshots
             if snapshot.header.window_start != window_start
         ]
         versions = [
-            version for version in self._persisted if version.iteration != window_start
+            version
+            for version in self._kept_versions
+            if version.iteration != window_start
         ]
-        assert (window, versions) != (self._in_flight, self._persisted), (
+        assert (window, versions) != (self._in_flight, self._kept_versions), (
             f"no window starts at iteration {window_start}"
         )
         self._hold(window, versions, kept)
@@ -520,7 +536,7 @@ class SnapshotMemory:
         among = [
             *(
                 snapshot
-                for snapshot in self._kept
+                for snapshot in self._kept_snapshots
                 if snapshot.header.version not in replaced
             ),
             *landed,
@@ -540,7 +556,7 @@ class SnapshotMemory:
     ) -> None:
         """Keep exactly these snapshots, and release the buffers of all others."""
         before = self.snapshots()
-        self._in_flight, self._persisted, self._kept = (
+        self._in_flight, self._kept_versions, self._kept_snapshots = (
             in_flight,
             sorted(set(versions), reverse=True),
             kept,

@@ -166,8 +166,8 @@ def quantizer_of(parameter: torch.Tensor) -> Float8CurrentScalingQuantizer | Non
     scaling = getattr(parameter, _SCALING, None)
     if scaling is not None:
         forward, _, index = scaling
-        place = slice(3 * index + 1, 3 * index + 2)
-        return Float8Quantizer(forward.scale[place], forward.amax_history[0, place])
+        entry = slice(3 * index + 1, 3 * index + 2)
+        return Float8Quantizer(forward.scale[entry], forward.amax_history[0, entry])
     rounding = rounding_of(parameter)
     if not isinstance(rounding, FP8Rounding):
         return None

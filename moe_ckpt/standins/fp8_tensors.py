@@ -37,8 +37,10 @@ class Float8CurrentScalingQuantizer:
         """Return the shape of the scales of a weight of this shape."""
         return (1,)
 
-    def places(self, start: int, end: int, _shape: torch.Size, /) -> torch.Tensor:
-        """Return the position of the scale of each element in a range.
+    def scale_indices(
+        self, start: int, end: int, _shape: torch.Size, /
+    ) -> torch.Tensor:
+        """Return the index of the scale of each element in a range.
 
         Args:
             start: First element of the range, in the flattened tensor.
@@ -84,7 +86,7 @@ class Float8BlockQuantizer(Float8CurrentScalingQuantizer):
         rows, columns = (math.ceil(size / self.block_len) for size in shape)
         return rows, math.ceil(columns / _ALIGNED_SCALES) * _ALIGNED_SCALES
 
-    def places(self, start: int, end: int, shape: torch.Size, /) -> torch.Tensor:
+    def scale_indices(self, start: int, end: int, shape: torch.Size, /) -> torch.Tensor:
         position, in_row = torch.arange(start, end), self.scale_shape(shape)[1]
         return (
             position // shape[1] // self.block_len * in_row
@@ -145,8 +147,8 @@ class QuantizedTensor(torch.Tensor):
         """Return the values in the nominal type, from the kept copy if there is one."""
         if self._dequantized is None:
             payload, scale_inv = self._stored()
-            places = self._quantizer.places(0, payload.numel(), self.shape)
-            values = payload.view(E4M3).float().view(-1) * scale_inv.view(-1)[places]
+            indices = self._quantizer.scale_indices(0, payload.numel(), self.shape)
+            values = payload.view(E4M3).float().view(-1) * scale_inv.view(-1)[indices]
             self._dequantized = values.to(self.dtype).view(self.shape)
         return self._dequantized
 
@@ -307,7 +309,8 @@ def cast_master_weights_to_fp8(
         scales = weight._quantizer.scales(amax)
         scale_inv.view(-1).copy_(scales.reciprocal())
         end = start + values.numel()
-        scaled = values * scales[weight._quantizer.places(start, end, weight.shape)]
+        indices = weight._quantizer.scale_indices(start, end, weight.shape)
+        scaled = values * scales[indices]
         payload.view(-1)[start:end] = (
             scaled.clamp_(-_LARGEST, _LARGEST).to(E4M3).view(torch.uint8)
         )
@@ -319,9 +322,11 @@ def _largest(weight: QuantizedTensor, values: torch.Tensor, start: int) -> torch
 
     The value is 0 for a scale of which this rank has no elements.
     """
-    places = weight._quantizer.places(start, start + values.numel(), weight.shape)
+    indices = weight._quantizer.scale_indices(
+        start, start + values.numel(), weight.shape
+    )
     return torch.zeros(weight._stored()[1].numel()).scatter_reduce_(
-        0, places, values.abs(), "amax"
+        0, indices, values.abs(), "amax"
     )
 
 

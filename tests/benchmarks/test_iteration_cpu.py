@@ -34,7 +34,7 @@ def reading(unix_s: float, **ms: int) -> Reading:
         ms: CPU milliseconds of each thread since its start, by name.
     """
     numbers = {
-        name: (7, 7 + place) for place, name in enumerate(("main", "copier", "new"))
+        name: (7, 7 + index) for index, name in enumerate(("main", "copier", "new"))
     }
     kinds = {"main": MAIN, "copier": COPIER, "new": COPIER}
     return Reading(

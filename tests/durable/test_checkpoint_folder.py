@@ -225,7 +225,9 @@ def test_a_damaged_file_is_named(saved: Path, says: str) -> None:
 
 
 @pytest.mark.parametrize("position", [0, CHUNK_BYTES - 1, CHUNK_BYTES, 2 * CHUNK_BYTES])
-def test_one_flipped_bit_at_any_place_is_found(tmp_path: Path, position: int) -> None:
+def test_one_flipped_bit_at_any_position_is_found(
+    tmp_path: Path, position: int
+) -> None:
     size_bytes = 2 * CHUNK_BYTES + 1
     directory = save(
         CheckpointFolder(tmp_path), 1, {"good": b"good", "bad": b"x" * size_bytes}

@@ -1,6 +1,6 @@
-"""The course of a run: settings of training, and the place in the data.
+"""The course of a run: settings of training, and the position in the data.
 
-The place decides where in the data another run continues.
+The position decides where in the data another run continues.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from moe_ckpt.elastic.failures import (
 from moe_ckpt.elastic.torchrun import Launch
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.job_config import JobConfig
-from moe_ckpt.run_elastic import RankPlace, Worker
+from moe_ckpt.run_elastic import SupervisedRank, Worker
 from moe_ckpt.run_folder import RunFolder
 from moe_ckpt.run_settings import runtime_config
 from tests.harness.gloo.processes import Child
@@ -100,7 +100,7 @@ def raised(message: str, *, elsewhere: bool = False) -> Exception:
         return error
 
 
-def test_a_failure_repeats_at_the_same_place_of_the_same_iteration() -> None:
+def test_a_failure_repeats_at_the_same_location_in_the_same_iteration() -> None:
     first = failure_of(raised("at address 0x1"), 7)
     assert first.error == "RuntimeError: at address 0x1"
     assert first.traceback.endswith("RuntimeError: at address 0x1\n")
@@ -115,7 +115,7 @@ def test_a_failure_repeats_at_the_same_place_of_the_same_iteration() -> None:
 def test_a_supervisor_takes_a_failure_once(tmp_path: Path) -> None:
     path = tmp_path / "failure"
     failure = Failure(
-        error="OSError: x", place="OSError at a.py:3", iteration=4, traceback="T"
+        error="OSError: x", location="OSError at a.py:3", iteration=4, traceback="T"
     )
     write_failure(path, failure)
     assert take_failure(path) == failure
@@ -132,11 +132,12 @@ def test_a_failure_is_written_while_the_memory_is_full(
         memory.fill_to_the_last_page()
         if earlier is not None:
             write_failure(
-                path, Failure(error="x", place="a.py:1", iteration=3, traceback=earlier)
+                path,
+                Failure(error="x", location="a.py:1", iteration=3, traceback=earlier),
             )
             assert take_failure(path) is not None
         failure = Failure(
-            error="OSError: x", place="a.py:3", iteration=4, traceback="T"
+            error="OSError: x", location="a.py:3", iteration=4, traceback="T"
         )
         write_failure(path, failure)
         assert take_failure(path) == failure
@@ -149,7 +150,9 @@ def test_of_a_long_traceback_the_newest_frames_stay(
 ) -> None:
     path = tmp_path / "failure"
     text = character * 50_000 + "the last line"
-    write_failure(path, Failure(error="x", place="a.py:1", iteration=3, traceback=text))
+    write_failure(
+        path, Failure(error="x", location="a.py:1", iteration=3, traceback=text)
+    )
     kept = take_failure(path)
     assert kept is not None
     assert text.endswith(kept.traceback)
@@ -191,8 +194,8 @@ def work_in(memory: Path, work: Callable[[Worker], int]) -> None:
     job = JobConfig(
         ckpt=config_of("moevement"), runtime=runtime_config(), folder=folder
     )
-    place = RankPlace(launch=launch, memory=memory, **facts)
-    sys.exit(run_elastic.run_one_worker(work, Worker(job, place, 0)))
+    supervised = SupervisedRank(launch=launch, memory=memory, **facts)
+    sys.exit(run_elastic.run_one_worker(work, Worker(job, supervised, 0)))
 
 
 def test_a_fault_that_cannot_be_written_down_is_a_death(

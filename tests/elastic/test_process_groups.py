@@ -104,11 +104,11 @@ def use_groups_after_a_leave(folder: str) -> tuple[set[str], set[str], bool, boo
     gc.collect()
     sockets = open_sockets()
     groups = open_groups(own_rank(), 3)
-    places = make_groups(CPU_BACKEND)
+    group_ranks = make_groups(CPU_BACKEND)
     store = open_store(folder)
     groups.form(store, 1)
-    call_all(places)
-    mine = [(group, ranks) for group, ranks in places if own_rank() in ranks]
+    call_all(group_ranks)
+    mine = [(group, ranks) for group, ranks in group_ranks if own_rank() in ranks]
     begun = [
         dist.all_reduce(torch.ones(1), group=group, async_op=True) for group, _ in mine
     ]
@@ -787,13 +787,13 @@ def form_megatrons_groups(folder: str) -> tuple[int, int, list[float]]:
             torch.tensor([float(1 + own_rank())]),
             torch.tensor([10.0 * (1 + own_rank())]),
         ]
-        places: list[Any] = [
+        parallel_groups: list[Any] = [
             parallel_state.get_data_parallel_group(),
             parallel_state.get_expert_model_parallel_group(),
         ]
         begun = [
-            dist.all_reduce(total, group=place, async_op=True)
-            for total, place in zip(totals, places, strict=True)
+            dist.all_reduce(total, group=group, async_op=True)
+            for total, group in zip(totals, parallel_groups, strict=True)
         ]
         for work in reversed(begun):
             assert work is not None

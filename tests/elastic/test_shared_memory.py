@@ -530,8 +530,8 @@ OWN = {"rank0000/own": "0", "rank0001/own": "1"}
 
 
 def fill(root: Path, memory: Memory) -> None:
-    for place, content in memory.items():
-        folder = root / place
+    for path, content in memory.items():
+        folder = root / path
         folder.mkdir(parents=True)
         (folder / "blob").write_text(content)
 

@@ -483,16 +483,16 @@ def supervisor_with_processes(
     When memory is freed, the file `freed` gets the exit status, and whether the daemon
     lives.
     """
-    place = Path(folder)
+    root = Path(folder)
 
     def start(name: str) -> int:
         pid = start_beside(pause_for_ever)
-        (place / name).write_text(str(pid))
+        (root / name).write_text(str(pid))
         return pid
 
     def free_memory(status: int) -> None:
-        daemon = int((place / "daemon").read_text())
-        (place / "freed").write_text(
+        daemon = int((root / "daemon").read_text())
+        (root / "freed").write_text(
             f"{status}, daemon is {'alive' if is_alive(daemon) else 'dead'}"
         )
 
@@ -626,25 +626,25 @@ def supervisor_that_saves(
     exists, the save does not end. When the node leaves, the file `left` gets whether
     the save came before.
     """
-    place = Path(folder)
+    root = Path(folder)
 
     def save_last() -> int:
-        while (place / "slow").exists():
+        while (root / "slow").exists():
             signal.pause()
-        [pid] = (place / "worker").read_text().split()
-        (place / "saved").write_text(
+        [pid] = (root / "worker").read_text().split()
+        (root / "saved").write_text(
             f"worker is {'alive' if is_alive(int(pid)) else 'dead'}"
         )
         return 0
 
     def leave() -> None:
-        (place / "left").write_text(str((place / "saved").exists()))
+        (root / "left").write_text(str((root / "saved").exists()))
 
     supervisor_main(
         connection,
         folder,
         limits,
-        SupervisorHooks(save_last=save_last, notice=place / "notice", leave=leave),
+        SupervisorHooks(save_last=save_last, notice=root / "notice", leave=leave),
     )
 
 

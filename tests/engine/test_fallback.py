@@ -28,7 +28,7 @@ from tests.harness.threads.ranks import run_threads
 from tests.harness.threads.stops import At
 from tests.policies.profiles import config
 
-SIX, FOUR = (Source(place=HOST_MEMORY, iteration=iteration) for iteration in (6, 4))
+SIX, FOUR = (Source(location=HOST_MEMORY, iteration=iteration) for iteration in (6, 4))
 
 
 def _fallback(folder: Path, ranks: Ranks) -> Fallback:
@@ -46,7 +46,7 @@ def _fallback(folder: Path, ranks: Ranks) -> Fallback:
 
 def _source(folder: Path, iteration: int) -> Source:
     return Source(
-        place=str(CheckpointFolder(folder).directory(iteration)), iteration=iteration
+        location=str(CheckpointFolder(folder).directory(iteration)), iteration=iteration
     )
 
 

@@ -28,7 +28,7 @@ from moe_ckpt.replication.final_save import (
     windows_in,
     write_save_target,
 )
-from moe_ckpt.run_elastic import RankPlace
+from moe_ckpt.run_elastic import SupervisedRank
 from moe_ckpt.run_folder import RunFolder
 from moe_ckpt.snapshot.blobs import BlobFolder, own_path
 from moe_ckpt.types import RunIdentity
@@ -63,7 +63,7 @@ def limit_disk(job: ThreadJob, rank: int, limit_bytes: int) -> None:
         path=str(job.disk(rank)),
         limit_bytes=limit_bytes,
         identity=job.identity,
-        shard=job.in_memory(rank).parts.adapter.place.shard,
+        shard=job.in_memory(rank).parts.adapter.position.shard,
     )
     write_save_target(job.memory(rank), target)
 
@@ -257,11 +257,11 @@ def test_no_rank_says_that_it_is_safe_to_kill_at_a_damaged_window(
     save_last(job.memory(1))
     flip_a_bit_of(job.disk(1), lambda _: True)
     BlobFolder(own_path(job.memory(1))).clear()
-    assert run_elastic.save_and_report(place_of(job, 1), WAIT_S) == 0
+    assert run_elastic.save_and_report(supervised_of(job, 1), WAIT_S) == 0
     assert capsys.readouterr().out == ""
 
 
-def place_of(job: ThreadJob, rank: int) -> RankPlace:
+def supervised_of(job: ThreadJob, rank: int) -> SupervisedRank:
     launch = Launch(
         global_rank=rank, world_size=2, local_rank=rank, local_world_size=2, attempt=0
     )
@@ -273,7 +273,9 @@ def place_of(job: ThreadJob, rank: int) -> RankPlace:
         "host": "127.0.0.1",
     }
     folder = RunFolder(path=job.memory(rank), run_id="run", clock_origin_unix_s=0.0)
-    return RankPlace(launch=launch, memory=job.memory(rank), folder=folder, **facts)
+    return SupervisedRank(
+        launch=launch, memory=job.memory(rank), folder=folder, **facts
+    )
 
 
 def test_a_last_save_that_a_disk_ends_is_one_line(
@@ -281,7 +283,7 @@ def test_a_last_save_that_a_disk_ends_is_one_line(
 ) -> None:
     job = stopped(tmp_path, "moevement", window=1, pause_iters=1)
     limit_disk(job, 1, 1)
-    assert run_elastic.save_and_report(place_of(job, 1), WAIT_S) == 1
+    assert run_elastic.save_and_report(supervised_of(job, 1), WAIT_S) == 1
     said = capsys.readouterr().err
     assert said.startswith(
         "error: rank 1: not saved, the next start uses an older state: local disk"
@@ -304,14 +306,16 @@ def test_a_disk_with_room_for_the_older_window_alone_has_that(
         file.stat().st_size for file in job.disk(0).rglob("*") if file.is_file()
     )
     limit_disk(job, 1, 5 * there // 6)
-    assert run_elastic.save_and_report(place_of(job, 1), WAIT_S) == 1
+    assert run_elastic.save_and_report(supervised_of(job, 1), WAIT_S) == 1
     said = capsys.readouterr()
     assert said.err.startswith(
         "error: rank 1: not saved, the next start uses an older state: local disk"
     )
     assert said.out.startswith(f"rank 1: iteration {older[-1]} is on disk")
     assert saved_iterations(job.memory(1)) == older, newest
-    logged = [each.event for each in read_events(place_of(job, 1).folder.events(1))]
+    logged = [
+        each.event for each in read_events(supervised_of(job, 1).folder.events(1))
+    ]
     assert logged == [LastSaveDone(iteration=iteration) for iteration in older]
 
 
@@ -321,7 +325,7 @@ def test_a_rank_that_is_cut_off_saves_and_says_so(
     """No store answers: only other ranks can report that the job is safe to kill."""
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     job = stopped(tmp_path, "moevement", window=1, pause_iters=1)
-    assert run_elastic.save_and_report(place_of(job, 0), WAIT_S) == 0
+    assert run_elastic.save_and_report(supervised_of(job, 0), WAIT_S) == 0
     assert capsys.readouterr().out.splitlines() == [
         "rank 0: iteration 5 is on disk",
         (

@@ -39,7 +39,7 @@ from tests.engine.damage import (
     let_writes_fail,
     snapshots_in,
 )
-from tests.harness.threads.history import History, PlaceOf
+from tests.harness.threads.history import History, LevelOf
 from tests.harness.threads.job import Fault, ThreadJob, exact, uninterrupted
 from tests.harness.threads.model import Shape
 from tests.policies.profiles import config
@@ -217,17 +217,17 @@ def test_with_all_experts_nothing_is_lost(
         )
 
 
-def _of_lost_rank(place: str, shape: Shape) -> PlaceOf:
-    """Return the places from which units come after rank 1 has lost its memory.
+def _of_lost_rank(level: str, shape: Shape) -> LevelOf:
+    """Return the levels from which units come after rank 1 has lost its memory.
 
-    Units of which rank 1 has a piece come from `place`, and all others from memory.
+    Units of which rank 1 has a piece come from `level`, and all others from memory.
     """
 
-    def place_of(stage: int, expert: int) -> str:
+    def level_of(stage: int, expert: int) -> str:
         is_lost = {APART: stage == 1, TOGETHER: True, SPREAD: expert % 2 == 1}[shape]
-        return place if is_lost else "memory"
+        return level if is_lost else "memory"
 
-    return place_of
+    return level_of
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_each_expert_is_as_it_was_last_saved(
 
 
 @pytest.mark.parametrize(
-    ("policy", "shape", "fault", "place", "back_to"),
+    ("policy", "shape", "fault", "level", "back_to"),
     [
         ("moc", APART, NODE_LOST, "on_disk", 3),
         ("moc", TOGETHER, NODE_LOST, "on_disk", 3),
@@ -303,53 +303,53 @@ def test_each_expert_is_as_it_was_last_saved(
     ],
 )
 def test_a_lost_rank_loads_older_experts_and_others_their_own(
-    policy: str, shape: Shape, fault: Fault, place: str, back_to: int, tmp_path: Path
+    policy: str, shape: Shape, fault: Fault, level: str, back_to: int, tmp_path: Path
 ) -> None:
     k = {"k_snapshot": 2} if policy == "moc" else {"experts": 2}
     job = _partial(tmp_path, policy, shape, [fault], **k)
     history = History(job)
     job.run()
     assert _back_to(job) == [back_to]
-    place_of: PlaceOf = (
-        (lambda _, __: place) if fault.also else _of_lost_rank(place, shape)
+    level_of: LevelOf = (
+        (lambda _, __: level) if fault.also else _of_lost_rank(level, shape)
     )
-    assert history.check_recovery(place_of=place_of) > 0
+    assert history.check_recovery(level_of=level_of) > 0
     (rejoined,) = job.events(Rejoined, 1)
-    assert (rejoined.fetched_bytes > 0) == (place == "on_peers")
+    assert (rejoined.fetched_bytes > 0) == (level == "on_peers")
     assert [event.source for event in job.events(StateResumed)] == (
         ["local disk"] if fault.also else []
     )
 
 
-@pytest.mark.parametrize("place", ["own", "held", "disk"])
+@pytest.mark.parametrize("level", ["own", "held", "disk"])
 @pytest.mark.parametrize(
     "is_gone",
     [is_expert_at, lambda iteration: is_unit(CORE, iteration)],
     ids=["units", "core"],
 )
 def test_a_torn_snapshot_is_passed_over(
-    place: str, is_gone: Callable[[int], Choice], tmp_path: Path
+    level: str, is_gone: Callable[[int], Choice], tmp_path: Path
 ) -> None:
     """A worker that dies while it publishes a snapshot leaves some of the units.
 
     Such units would not fit older units.
     """
-    torn = {"own": 4, "held": 4, "disk": 3}[place]
+    torn = {"own": 4, "held": 4, "disk": 3}[level]
 
     def tear(job: ThreadJob) -> None:
         path = {
             "own": own_path(job.memory(1)),
             "held": held_path(job.memory(0), 1),
             "disk": job.disk(1),
-        }[place]
+        }[level]
         drop_snapshots(path, is_gone(torn))
 
-    policy = "moetion" if place == "held" else "moc"
+    policy = "moetion" if level == "held" else "moc"
     fault = Fault(
         rank=1,
         phase=Phase.FORWARD,
         iteration=5,
-        loses_memory=place != "own",
+        loses_memory=level != "own",
         before_restart=tear,
     )
     job = exact(_whole(tmp_path, policy, APART, [fault]))
@@ -359,12 +359,12 @@ def test_a_torn_snapshot_is_passed_over(
 @pytest.mark.parametrize(
     ("policy", "elsewhere"), [("moc", "local disk"), ("moetion", "memory of rank 0")]
 )
-def test_a_damaged_unit_comes_from_another_place(
+def test_a_damaged_unit_comes_from_another_level(
     policy: str, elsewhere: str, tmp_path: Path
 ) -> None:
     """A bit is wrong in the only version of an expert in the rank's own memory.
 
-    Another place has the same version.
+    Another level has the same version.
     """
     damaged: list[str] = []
 
@@ -439,7 +439,7 @@ def test_foreign_units_are_refused(
     history = History(job)
     job.run()
     assert _back_to(job) == [3]
-    history.check_recovery(place_of=_of_lost_rank("on_disk", APART))
+    history.check_recovery(level_of=_of_lost_rank("on_disk", APART))
     reasons = [event.reason for event in job.events(CheckpointSkipped, 1)]
     assert reasons
     assert all(reason in each for each in reasons), reasons
@@ -606,10 +606,10 @@ def test_copies_that_a_peer_cannot_send_count_as_none(tmp_path: Path) -> None:
     job.run()
     assert asked == [(1, 0)]
     assert _back_to(job) == [3]
-    history.check_recovery(place_of=_of_lost_rank("on_disk", APART))
+    history.check_recovery(level_of=_of_lost_rank("on_disk", APART))
 
 
-def test_units_that_a_dead_worker_left_fail_no_place(tmp_path: Path) -> None:
+def test_units_that_a_dead_worker_left_fail_no_level(tmp_path: Path) -> None:
     """A worker that dies in its recovery leaves fetched units.
 
     The next worker does not mistake such units for units of a peer.

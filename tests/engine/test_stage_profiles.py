@@ -15,7 +15,7 @@ from moe_ckpt.engine.stage_profiles import share_profiles
 from moe_ckpt.packed import pack_rows, unpack_rows
 from moe_ckpt.policies.stage_profile import StageProfile
 from moe_ckpt.types import OperatorId, OperatorKind, OperatorTable, RunIdentity
-from tests.harness.threads.job import place_of
+from tests.harness.threads.job import position_of
 from tests.harness.threads.model import Shape, operators_of
 from tests.harness.threads.ranks import ThreadGroup, ThreadRanks, run_threads
 
@@ -45,11 +45,11 @@ def share(shape: Shape, *, has_moments: bool) -> list[Sequence[StageProfile]]:
         of_stage = ThreadRanks(ranks.rank % shape.dp)
         of_stage.use(groups[stage])
         mine = profile(shape, stage, ranks.rank, has_moments=has_moments)
-        place = place_of(identity, shape, ranks, of_stage, ranks)
-        shared = share_profiles(place, mine)
-        assert share_profiles(place, mine, shared) is shared
+        position = position_of(identity, shape, ranks, of_stage, ranks)
+        shared = share_profiles(position, mine)
+        assert share_profiles(position, mine, shared) is shared
         longer = replace(mine, boundary_log_bytes=mine.boundary_log_bytes + 1)
-        assert share_profiles(place, longer, shared) is not shared
+        assert share_profiles(position, longer, shared) is not shared
         return shared.stages
 
     return run_threads(shape.world_size, main)

@@ -122,11 +122,13 @@ class Copied(Observer):
             keys = BlobFolder(
                 self._job.memory(1 - rank) / "held" / f"rank{rank:04d}"
             ).keys()
-            places = [
+            starts_and_slots = [
                 key.split("-")[1:3] for key in keys if key.startswith("snapshot-")
             ]
             slots = [
-                int(slot) for start, slot in places if int(start) == windows[0].start
+                int(slot)
+                for start, slot in starts_and_slots
+                if int(start) == windows[0].start
             ]
             assert sorted(slots) == list(range(windows[0].num_snapshots)), (
                 rank,

@@ -506,7 +506,7 @@ def test_a_state_that_all_ranks_keep_is_not_taken_again(
         (Phase.REDUCE, 0, 4, 1),  # before the vote: no rank commits the iteration
         # after the vote: survivors finish the step, and the dead stage replays the step
         (Phase.STEP, 0, 5, 2),
-        (Phase.STEP, 1, 5, 0),  # the window of 4 and 5 was confirmed
+        (Phase.STEP, 1, 5, 0),  # the window of 4 and 5 was kept
     ],
 )
 def test_the_vote_decides_where_all_go(

@@ -28,13 +28,13 @@ _FILE_HEADER_BYTES, _RECORD = 24, struct.Struct("<IIII")
 
 def read_pcap(path: Path) -> list[bytes]:
     """Return the frames of a classic little-endian pcap file."""
-    data, frames, place = path.read_bytes(), list[bytes](), _FILE_HEADER_BYTES
+    data, frames, offset = path.read_bytes(), list[bytes](), _FILE_HEADER_BYTES
     assert data[:4] == bytes.fromhex("d4c3b2a1"), path
-    while place < len(data):
-        _, _, captured, _ = _RECORD.unpack_from(data, place)
-        place += _RECORD.size
-        frames.append(data[place : place + captured])
-        place += captured
+    while offset < len(data):
+        _, _, captured, _ = _RECORD.unpack_from(data, offset)
+        offset += _RECORD.size
+        frames.append(data[offset : offset + captured])
+        offset += captured
     return frames
 
 

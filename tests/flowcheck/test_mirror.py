@@ -30,9 +30,13 @@ from moe_ckpt.flowcheck.mirror.framing import (
 )
 from moe_ckpt.flowcheck.mirror.gradients import Gradient, Spans
 from moe_ckpt.flowcheck.mirror.marks import MAGIC, StreamMark, find_mark, mark_of
-from moe_ckpt.flowcheck.mirror.operations import Placed, StreamRecord, place_all
+from moe_ckpt.flowcheck.mirror.operations import (
+    LocatedMessages,
+    StreamRecord,
+    locate_all,
+)
 from moe_ckpt.flowcheck.mirror.plan import (
-    BucketPlace,
+    BucketOffset,
     Mirrored,
 )
 from moe_ckpt.flowcheck.mirror.port import MirrorPort
@@ -129,12 +133,12 @@ def _cut(
     if len(segment.payload) < cuts + 1:
         yield segment
         return
-    places = [
+    cut_at = [
         0,
         *sorted(generator.sample(range(1, len(segment.payload)), cuts)),
         len(segment.payload),
     ]
-    for start, end in pairwise(places):
+    for start, end in pairwise(cut_at):
         yield replace(
             segment,
             sequence=(segment.sequence + start) % 2**32,
@@ -182,10 +186,10 @@ def test_what_one_capture_has_lost_two_others_have() -> None:
         assert whole_iterations(watch_frames(left, 3)) == EVERYTHING, lost
 
 
-def test_a_capture_finds_its_place_again_after_a_loss() -> None:
+def test_a_capture_finds_its_position_again_after_a_loss() -> None:
     """Each of two captures has a share of the sums that the other capture lacks.
 
-    Without the place, all bytes after a loss would be missing.
+    Without the position, all bytes after a loss would be missing.
     """
     incomplete = 0
     for lost in _data_frames(0):
@@ -297,8 +301,8 @@ def test_padding_of_a_short_frame_is_no_payload() -> None:
 @given(data=st.data())
 def test_a_damaged_frame_raises_nothing(data: st.DataObject) -> None:
     frame = bytearray(data.draw(st.sampled_from(frames())))
-    for place in data.draw(st.lists(st.integers(0, len(frame) - 1), max_size=8)):
-        frame[place] = data.draw(st.integers(0, 255))
+    for index in data.draw(st.lists(st.integers(0, len(frame) - 1), max_size=8)):
+        frame[index] = data.draw(st.integers(0, 255))
     segment_of(bytes(frame[: data.draw(st.integers(0, len(frame)))]))
 
 
@@ -379,7 +383,7 @@ def _announcement(slot: int, length: int) -> bytes:
     return struct.pack("<6Q", PREAMBLE_BYTES, 2, slot, 0, length, 0)
 
 
-def test_a_gap_in_a_message_leaves_a_hole_and_the_place_in_the_stream() -> None:
+def test_a_gap_in_a_message_leaves_a_hole_and_the_position_in_the_stream() -> None:
     framing = Framing()
     message = _data(5, b"0123456789")
     chunks = [message[:50], Gap(num_bytes=4), message[54:] + _data(6, b"x")]
@@ -474,11 +478,11 @@ def _message(
 def _starts(
     messages: Sequence[FramedMessage], before: Sequence[RingSend] | None = None
 ) -> list[int] | None:
-    placed = place_all(messages, SENDS, before)
-    return None if placed is None else [start for start, _ in placed.final_sums()]
+    located = locate_all(messages, SENDS, before)
+    return None if located is None else [start for start, _ in located.final_sums()]
 
 
-def test_final_sums_have_their_places() -> None:
+def test_final_sums_have_their_positions() -> None:
     assert [sent.num_bytes for sent in SENDS] == [32, 24, 32, 32]
     assert _starts([_message(1, length) for length in (32, 24, 32, 32)]) == [
         sent.start for sent in SENDS[2:]
@@ -492,7 +496,7 @@ def test_messages_of_other_lengths_are_another_operation(
     assert _starts([_message(1, length) for length in lengths]) is None
 
 
-def test_the_place_after_a_loss_follows_from_the_lost_bytes() -> None:
+def test_the_position_after_a_loss_follows_from_the_lost_bytes() -> None:
     """Two messages and their announcements are lost."""
     lost = 24 + 32 + 2 * PREAMBLE_BYTES
     first = _message(1, 32)
@@ -506,12 +510,12 @@ def test_the_place_after_a_loss_follows_from_the_lost_bytes() -> None:
 def test_a_loss_that_can_be_explained_in_two_ways_is_not() -> None:
     """96 bytes and a preamble are as many bytes as three announcements."""
     sends = Ring(num_bytes=4 * 96, size=2).sends(0)
-    placed = place_all(
+    located = locate_all(
         [_message(1, 96), _message(1, 96, 3 * PREAMBLE_BYTES)], sends, None
     )
-    assert placed is not None
-    assert len(placed.messages) == 1
-    assert placed.left is None
+    assert located is not None
+    assert len(located.messages) == 1
+    assert located.left is None
 
 
 def test_a_loss_between_operations_is_counted_from_the_one_before() -> None:
@@ -520,13 +524,13 @@ def test_a_loss_between_operations_is_counted_from_the_one_before() -> None:
     assert _starts([second], before=None) == [], (
         "an unknown share belongs to the operation before"
     )
-    placed = place_all([second], SENDS, ())
-    assert placed is not None
-    assert [sent for sent, _ in placed.messages] == [SENDS[1]]
-    both = place_all([_message(2, 24, lost + 32 + PREAMBLE_BYTES)], SENDS, SENDS[3:])
+    located = locate_all([second], SENDS, ())
+    assert located is not None
+    assert [sent for sent, _ in located.messages] == [SENDS[1]]
+    both = locate_all([_message(2, 24, lost + 32 + PREAMBLE_BYTES)], SENDS, SENDS[3:])
     assert both is not None
     assert [sent for sent, _ in both.messages] == [SENDS[1]]
-    assert place_all([_message(2, 32, 0)], SENDS, SENDS[3:]) == Placed(
+    assert locate_all([_message(2, 32, 0)], SENDS, SENDS[3:]) == LocatedMessages(
         messages=(), left=None
     ), "of the one before"
 
@@ -687,8 +691,8 @@ def test_a_port_that_fails_fails_all_that_ask() -> None:
 
 
 def test_a_plan_is_read_as_it_was_written() -> None:
-    places = (BucketPlace(group=0, bucket=1, start=3),)
-    plan = Mirrored(groups=(wanted(1),), places=places)
+    offsets = (BucketOffset(group=0, bucket=1, start=3),)
+    plan = Mirrored(groups=(wanted(1),), offsets=offsets)
     assert Mirrored.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
@@ -702,8 +706,8 @@ def test_a_plan_is_read_as_it_was_written() -> None:
         ("groups", [{}]),
     ],
 )
-def test_a_plan_with_a_wrong_place_is_refused(field: str, value: Any) -> None:
-    plan = Mirrored(groups=(wanted(1),), places=()).to_json()
+def test_a_plan_with_a_wrong_offset_is_refused(field: str, value: Any) -> None:
+    plan = Mirrored(groups=(wanted(1),), offsets=()).to_json()
     with pytest.raises((ValueError, TypeError, KeyError)):
         Mirrored.from_json(plan | {field: value})
 

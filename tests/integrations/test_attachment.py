@@ -45,7 +45,7 @@ def functions(*names: str) -> ModuleType:
     return module
 
 
-def attach_megatron_lm(save: Callable[..., Any], *place: Any) -> Callable[..., Any]:
+def attach_megatron_lm(save: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
     """Attach to a fake loop that saves with `save`, and return the new function."""
     training: Any = functions(
         *(
@@ -59,11 +59,13 @@ def attach_megatron_lm(save: Callable[..., Any], *place: Any) -> Callable[..., A
         *("build_train_valid_test_datasets", "build_train_valid_test_data_iterators"),
     )
     training.save_checkpoint = save
-    megatron_lm.attach(training, *place)
+    megatron_lm.attach(training, *arguments)
     return training.save_checkpoint
 
 
-def attach_megatron_bridge(save: Callable[..., Any], *place: Any) -> Callable[..., Any]:
+def attach_megatron_bridge(
+    save: Callable[..., Any], *arguments: Any
+) -> Callable[..., Any]:
     """Do the same as `attach_megatron_lm` for Megatron-Bridge."""
     bridge = SimpleNamespace(
         pretrain=functions("runtime_config_update", "train"),
@@ -78,11 +80,11 @@ def attach_megatron_bridge(save: Callable[..., Any], *place: Any) -> Callable[..
         eval=functions("get_forward_backward_func"),
     )
     bridge.train.save_checkpoint_and_time = save
-    megatron_bridge.attach(bridge, *place)
+    megatron_bridge.attach(bridge, *arguments)
     return bridge.train.save_checkpoint_and_time
 
 
-def attach_ms_swift(save: Callable[..., Any], *place: Any) -> Callable[..., Any]:
+def attach_ms_swift(save: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
     """Do the same as `attach_megatron_lm` for ms-swift."""
 
     class Trainer:
@@ -94,7 +96,7 @@ def attach_ms_swift(save: Callable[..., Any], *place: Any) -> Callable[..., Any]
 
     base: Any = functions("get_forward_backward_func")
     base.BaseMegatronTrainer = Trainer
-    ms_swift.attach(base, *place)
+    ms_swift.attach(base, *arguments)
     return functools.partial(Trainer.save_checkpoint, None)
 
 

@@ -133,7 +133,7 @@ def test_another_run_goes_on_with_the_next_sample_whatever_its_batches(
     )
     train(1, tmp_path / "whole", *still, SHORT, "train.global_batch_size=16")
     shutil.rmtree(tmp_path / "large" / "checkpoints" / "iter_0000008")
-    # again, from the run's own checkpoint: the run folder has the place of this
+    # again, from the run's own checkpoint: the run folder has the position of this
     # checkpoint in the data
     train(
         1,

@@ -103,13 +103,13 @@ def diverge_once(at_iteration: int, rank: int) -> None:
 
 def write_in_time() -> None:
     """Let each snapshot reach all of its peers and disks before the next update."""
-    confirm = InMemoryTier._confirm
+    decide = InMemoryTier._decide
 
-    def confirm_and_write(self: InMemoryTier, *, wait: bool) -> None:
-        confirm(self, wait=True)
+    def decide_and_write(self: InMemoryTier, *, wait: bool) -> None:
+        decide(self, wait=True)
         self.finish_persisting()
 
-    InMemoryTier._confirm = confirm_and_write
+    InMemoryTier._decide = decide_and_write
 
 
 def corrupt_and_diverge() -> None:

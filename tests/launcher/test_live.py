@@ -118,7 +118,7 @@ def test_a_stale_file_is_no_live_worker(
         ({"pid_namespace": 1}, "in another container"),
     ],
 )
-def test_a_worker_that_is_not_here_is_named_by_its_place(
+def test_a_worker_that_is_not_here_is_named_by_its_location(
     run: Path, changes: dict[str, Any], where: str
 ) -> None:
     rewrite_live(run, 3, **changes)

@@ -269,14 +269,16 @@ def torchrun(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_a_process_learns_its_place_from_torchrun(torchrun: pytest.MonkeyPatch) -> None:
-    place = Launch(
+def test_a_process_learns_its_position_from_torchrun(
+    torchrun: pytest.MonkeyPatch,
+) -> None:
+    launch = Launch(
         global_rank=5, local_rank=1, world_size=8, local_world_size=8, attempt=0
     )
-    assert read_launch() == place
+    assert read_launch() == launch
     torchrun.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     torchrun.setenv("LOCAL_WORLD_SIZE", "4")
-    assert read_launch() == replace(place, local_world_size=4, attempt=2)
+    assert read_launch() == replace(launch, local_world_size=4, attempt=2)
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,8 @@ from moe_ckpt.events import (
     read_events,
 )
 from moe_ckpt.megatron.durable import MegatronDurableState
+from moe_ckpt.megatron.operator_names import bare_model
 from moe_ckpt.megatron.operators import RankOperators
-from moe_ckpt.megatron.places import bare_model
 from moe_ckpt.megatron.reshard import reseed
 from moe_ckpt.megatron.state import TrainingState, named_state, sharded_state
 from moe_ckpt.types import ParallelLayout
@@ -283,14 +283,14 @@ def _put_together(name: str, parts: list[Part]) -> Raw:
     )
     for part in parts:
         assert part.shape == whole.shape, name
-        place = tuple(
+        region = tuple(
             slice(start, start + size)
             for start, size in zip(part.offset, part.bits.shape, strict=True)
         )
-        assert np.array_equal(whole[place][known[place]], part.bits[known[place]]), (
+        assert np.array_equal(whole[region][known[region]], part.bits[known[region]]), (
             f"{name}: copies differ"
         )
-        whole[place], known[place] = part.bits, True
+        whole[region], known[region] = part.bits, True
     assert known.all(), f"{name}: incomplete"
     return whole
 

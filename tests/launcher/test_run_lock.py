@@ -360,9 +360,9 @@ def compete(base: str) -> list[bool]:
     run_lock.agent_pid = os.getpid
     store, world_size = rank_store(), int(os.environ["WORLD_SIZE"])
 
-    def meet(place: str) -> None:
-        store.add(place, 1)
-        while store.add(place, 0) < world_size:
+    def meet(key: str) -> None:
+        store.add(key, 1)
+        while store.add(key, 0) < world_size:
             pass
 
     got: list[bool] = []

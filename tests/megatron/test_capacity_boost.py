@@ -22,7 +22,7 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.events import CapacityBoosted
 from moe_ckpt.megatron.capacity_boost import BoostedRouter, CapacityBoost
 from moe_ckpt.megatron.groups import stage_group
-from moe_ckpt.megatron.places import bare_model
+from moe_ckpt.megatron.operator_names import bare_model
 from moe_ckpt.megatron.state import TrainingState, digest_of
 from moe_ckpt.policies.capacity_boost import boosted_capacity
 from tests.harness.gloo.ranks import run_ranks

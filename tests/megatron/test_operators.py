@@ -1,4 +1,4 @@
-"""Operators have a place in the whole model, and each byte has exactly one owner.
+"""Operators have a position in the whole model, and each byte has exactly one owner.
 
 Loaded pieces restore the whole state.
 """
@@ -25,8 +25,8 @@ from launcher.model import transformer_config
 from moe_ckpt.errors import CheckpointLoadError, ConfigError
 from moe_ckpt.megatron.fp8_parameters import is_fp8_parameter
 from moe_ckpt.megatron.groups import shard_identity, stage_group
+from moe_ckpt.megatron.operator_names import bare_model, front_to_back, locate
 from moe_ckpt.megatron.operators import RankOperators
-from moe_ckpt.megatron.places import bare_model, front_to_back, locate
 from moe_ckpt.megatron.state import TrainingState, named_state, sharded_state
 from moe_ckpt.megatron.state_wiper import StateWiper
 from moe_ckpt.megatron.step import apply_update, clear_gradients, unscale_gradients
@@ -95,7 +95,7 @@ class Owned(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Described:
-    """A rank's place, the table of the rank's stage, and the rank's tensors."""
+    """A rank's position, the table of the rank's stage, and the rank's tensors."""
 
     stage: int
     """Stage of the rank."""
@@ -197,7 +197,7 @@ def _global_name(name: str) -> str:
 def _expert_number(name: str) -> int:
     """Return the number of a parameter's expert; 0 for other operators.
 
-    The number follows from the name and the place of this rank.
+    The number follows from the name and the position of this rank.
     """
     match = re.search(
         r"decoder\.layers\.(\d+)\..*local_experts\.(\d+)\.", _global_name(name)
@@ -317,7 +317,7 @@ def test_every_expert_is_found_and_owned_exactly_once(
         assert all(found == {COMPUTE, MASTER, *MOMENTS} for found in roles.values())
 
 
-def test_shard_identity_names_the_place_on_every_axis() -> None:
+def test_shard_identity_names_the_position_on_every_axis() -> None:
     shards = [rank.shard for rank in _described("experts on 2 of 4 ranks")]
     assert shards == [
         (0, 0, 0, 0, 0, 0),

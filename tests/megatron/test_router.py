@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from moe_ckpt.megatron.operator_names import bare_model
 from moe_ckpt.megatron.operators import RankOperators
-from moe_ckpt.megatron.places import bare_model
 from moe_ckpt.megatron.router import RouterCounts
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.types import OperatorKind

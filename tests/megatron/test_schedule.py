@@ -14,8 +14,8 @@ from moe_ckpt.megatron.schedule import (
     asked_by_override,
     lengths_of,
     load_schedule,
+    resolve_lengths,
     set_lengths,
-    settle_lengths,
 )
 
 
@@ -61,7 +61,7 @@ def test_lengths_are_set_as_they_were_also_fractions() -> None:
 def test_a_longer_schedule_goes_on_as_the_run_began() -> None:
     whole, saved, built = schedule(2, 10), schedule(2, 10), schedule(4, 20)
     first, mine = rates(saved, 6), lengths_of(built)
-    used = settle_lengths(loaded(saved, built=built), mine, {})
+    used = resolve_lengths(loaded(saved, built=built), mine, {})
     assert first + rates(built, 6) == rates(whole, 12)
     assert [line.split(" (")[0] for line in used.kept] == [
         "lr_warmup_steps 2",
@@ -75,7 +75,7 @@ def test_a_length_that_is_asked_for_holds_from_there_on() -> None:
     whole, saved, built = schedule(2, 20), schedule(2, 10), schedule(2, 20)
     rates(saved, 6)
     mine = lengths_of(built)
-    used = settle_lengths(
+    used = resolve_lengths(
         loaded(saved, built=built),
         mine,
         {"lr_decay_steps": "decay", "wd_incr_steps": "decay"},
@@ -94,7 +94,7 @@ def test_a_warmup_beyond_the_decay_of_the_run_is_refused() -> None:
         ConfigError,
         match=r"^train.lr_warmup_iters: got 10, wanted less than the decay's 4",
     ):
-        settle_lengths(
+        resolve_lengths(
             loaded(saved, built=built),
             mine,
             {"lr_warmup_steps": "train.lr_warmup_iters"},

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_ckpt.megatron.places import bare_model
+from moe_ckpt.megatron.operator_names import bare_model
 from moe_ckpt.megatron.state import TrainingState, named_state, small_state
 from moe_ckpt.megatron.state_wiper import StateWiper
 from tests.harness.gloo.ranks import run_ranks

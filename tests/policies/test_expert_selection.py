@@ -199,8 +199,8 @@ def test_every_expert_gets_to_storage_in_time() -> None:
                 )
                 history = persisted((2, num_experts, ep, k), k_persist, turns=3 * bound)
                 waits = [
-                    longest_wait(history, *place)
-                    for place in product(range(2), range(num_experts))
+                    longest_wait(history, *layer_and_expert)
+                    for layer_and_expert in product(range(2), range(num_experts))
                 ]
                 assert max(waits) <= bound
 

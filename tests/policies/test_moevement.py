@@ -131,8 +131,8 @@ def assert_is_window(
     A window takes every operator whole once, and takes the operator's compute weights
     in all earlier slots.
     """
-    places = [(slot.window_start, slot.slot, slot.num_slots) for slot in slots]
-    assert places == [(start, number, num_slots) for number in range(num_slots)]
+    numbers = [(slot.window_start, slot.slot, slot.num_slots) for slot in slots]
+    assert numbers == [(start, number, num_slots) for number in range(num_slots)]
     assert sorted(operator for slot in slots for operator in slot.full) == list(
         range(num_operators)
     )
@@ -353,8 +353,8 @@ def test_an_iteration_that_does_not_follow_begins_a_window() -> None:
     slots = slots_of(
         [policy.plan(iteration, measure) for iteration in (1, 3, 4, 5, 6, 20)]
     )
-    places = [(slot.window_start, slot.slot) for slot in slots]
-    assert places == [(1, 0), (3, 0), (3, 1), (3, 2), (6, 0), (20, 0)]
+    numbers = [(slot.window_start, slot.slot) for slot in slots]
+    assert numbers == [(1, 0), (3, 0), (3, 1), (3, 2), (6, 0), (20, 0)]
     assert_is_window(slots[1:4], 3, 3, 6)
     assert measure.asked == 4
 

@@ -154,7 +154,7 @@ def test_all_get_to_storage_however_slow_it_is(slow_for: int) -> None:
     assert stored == [{0, 1, 2, 3}] * 2
 
 
-def test_by_load_those_with_most_tokens_go_first_to_each_place() -> None:
+def test_by_load_those_with_most_tokens_go_first_to_each_level() -> None:
     policy = begun(moc(selection="load"))
     tokens = (9.0, 1.0, 8.0, 2.0, 0.0, 7.0, 7.0, 7.0)
     first = chosen(policy, 1, measuring(tokens))
@@ -207,7 +207,7 @@ def test_dynamic_k_doubles_where_faults_since_it_last_did_cost_too_much(
     assert len(chosen(policy, 11, measuring()).memory[0]) == k
 
 
-def test_popular_experts_go_first_and_each_place_has_its_own_count() -> None:
+def test_popular_experts_go_first_and_each_level_has_its_own_count() -> None:
     policy = begun(moetion())
     first = chosen(policy, 1, measuring((9.0, 1.0, 8.0, 2.0, 5.0, 5.0, 5.0, 5.0)))
     assert (first.memory, first.on_peers) == (((0, 2), (0, 1)), ((0,), (0,)))

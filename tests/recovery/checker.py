@@ -14,8 +14,8 @@ from tests.recovery.protocol import (
     OWNER,
     RANKS,
     At,
-    Place,
     Protocol,
+    RankWindows,
     Worker,
     World,
     has_source,
@@ -32,7 +32,7 @@ KEEPS_LAST_COPY = "the last copy of a needed window is never dropped"
 SURVIVES_A_NODE = "the loss of one node never ends the job"
 STAYS_FINISHED = "a finished job stays finished"
 GOES_ON = "the job never stands still"
-_Counted = tuple[Place, ...]
+_Counted = tuple[RankWindows, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,8 +176,8 @@ def _survives_a_node(world: World) -> bool:
     )
 
 
-def _without(places: _Counted, position: int) -> _Counted:
-    return (*places[:position], Place(), *places[position + 1 :])
+def _without(counted: _Counted, position: int) -> _Counted:
+    return (*counted[:position], RankWindows(), *counted[position + 1 :])
 
 
 def _stays_finished(world: World) -> bool:

@@ -184,19 +184,22 @@ class Worker(NamedTuple):
     """Number of writes that the worker has made of the three that end a generation."""
 
 
-class Place(NamedTuple):
+class RankWindows(NamedTuple):
     """The windows of a rank in one memory."""
 
     windows: frozenset[int] = frozenset()
     """Starts of the windows."""
 
-    steps_to: int = 0
+    replayable_to: int = 0
     """Last iteration of the rank's step log in this memory."""
 
     def refs(self) -> tuple[WindowRef, ...]:
         return tuple(
             WindowRef(
-                start=start, num_slots=1, steps_to=max(start, self.steps_to), cut="c"
+                start=start,
+                num_slots=1,
+                replayable_to=max(start, self.replayable_to),
+                cut="c",
             )
             for start in sorted(self.windows)
         )
@@ -226,7 +229,7 @@ class Generation(NamedTuple):
     carried: frozenset[int] = frozenset()
     """Ranks that are at the target."""
 
-    listed: tuple[Place | None, ...] = (None,) * 3
+    listed: tuple[RankWindows | None, ...] = (None,) * 3
     """Copies that each rank's peer has listed, by owner. None: not listed."""
 
     has_base: bool = False
@@ -263,10 +266,10 @@ class World(NamedTuple):
     and whether the supervisor has announced the next worker.
     """
 
-    own: tuple[Place, ...]
+    own: tuple[RankWindows, ...]
     """Windows of the rank in the rank's own memory."""
 
-    held: tuple[Place, ...]
+    held: tuple[RankWindows, ...]
     """Copies of the rank's windows in the memory of the peer, by owner."""
 
     lanes: tuple[tuple[Message, ...] | None, ...]
@@ -308,7 +311,7 @@ _S_END, _S_START, _S_FENCE, _S_READ = 1, 4, 5, 6
 
 def start() -> World:
     """Return the state in which all ranks have met and have copies of first windows."""
-    first = Place(windows=frozenset({0}))
+    first = RankWindows(windows=frozenset({0}))
     return World(
         workers=(
             Worker(
@@ -401,8 +404,8 @@ class Protocol:
             return
         first = _S_FENCE if self.rules.fences_first else _S_READ
         lost = dead._replace(
-            own=_put(world.own, rank, Place()),
-            held=_put(world.held, OWNER[rank], Place()),
+            own=_put(world.own, rank, RankWindows()),
+            held=_put(world.held, OWNER[rank], RankWindows()),
             lanes=_put(_put(world.lanes, OWNER[rank], None), rank, ()),
             records=_put(_put(world.records, OWNER[rank], None), rank, ()),
             memories_lost=world.memories_lost + 1,
@@ -627,7 +630,9 @@ class Protocol:
             case At.COMPUTE if _all_compute(world, number, worker.reached):
                 logged = world._replace(
                     own=_put(
-                        world.own, rank, world.own[rank]._replace(steps_to=iteration)
+                        world.own,
+                        rank,
+                        world.own[rank]._replace(replayable_to=iteration),
                     )
                 )
                 sent = (
@@ -794,7 +799,7 @@ class Protocol:
         drops all others.
         """
         generation, own = world.generation(worker.generation), world.own[rank]
-        listed = generation.listed[rank] or Place()
+        listed = generation.listed[rank] or RankWindows()
         known = frozenset(
             message.number
             for message in world.lanes[rank] or ()
@@ -811,7 +816,7 @@ class Protocol:
         after = world._replace(lanes=lanes, records=records)
         after = _send(after, rank, "lanes", *copies)
         after = _send(
-            after, rank, "records", Message("record", own.steps_to, counts=False)
+            after, rank, "records", Message("record", own.replayable_to, counts=False)
         )
         takes = not generation.has_base
         there = worker._replace(
@@ -829,14 +834,14 @@ class Protocol:
         assert plan is not None
         target, start_at = plan[0], dict(plan[1])[rank]
         own, held = world.own[rank], world.held[rank]
-        has = start_at in own.windows and max(own.steps_to, start_at) >= target
+        has = start_at in own.windows and max(own.replayable_to, start_at) >= target
         source = own if has else held
         if start_at < 0:  # the whole job begins anew
-            world = world._replace(own=_put(world.own, rank, Place()))
+            world = world._replace(own=_put(world.own, rank, RankWindows()))
         else:
             assert start_at in source.windows, (rank, plan, own, held)
             world = world._replace(
-                own=_put(world.own, rank, source._replace(steps_to=target))
+                own=_put(world.own, rank, source._replace(replayable_to=target))
             )
         there = worker._replace(
             at=At.CARRIED, reached=target, log_from=max(start_at, 0) + 1, log_to=target
@@ -859,9 +864,10 @@ class Protocol:
         assert plan is not None
         kept = self._keep(world, number)
         own = tuple(
-            place._replace(steps_to=min(place.steps_to, plan[0])) for place in kept.own
+            each._replace(replayable_to=min(each.replayable_to, plan[0]))
+            for each in kept.own
         )
-        has_base = all(plan[0] in place.windows for place in own)
+        has_base = all(plan[0] in each.windows for each in own)
         return _with(kept._replace(own=own), number, has_base=has_base)
 
     def _keep(self, world: World, number: int) -> World:
@@ -869,21 +875,19 @@ class Protocol:
 
         `WindowRecovery` does the same.
         """
-        common = frozenset.intersection(*(place.windows for place in world.own))
+        common = frozenset.intersection(*(each.windows for each in world.own))
         if not common:
             return world
         listed = world.generation(number).listed
         copies = lambda start: min(  # noqa: E731
-            place is not None and start in place.windows for place in listed
+            each is not None and start in each.windows for each in listed
         )
         safest = max(
             common,
             key=lambda start: (copies(start) if self.rules.keeps_safest else 0, start),
         )
         return world._replace(
-            own=tuple(
-                place._replace(windows=frozenset({safest})) for place in world.own
-            )
+            own=tuple(each._replace(windows=frozenset({safest})) for each in world.own)
         )
 
     def _survey(self, world: World) -> Iterator[Move]:
@@ -905,7 +909,7 @@ class Protocol:
                 continue
             listed = world.generation(number).listed
             plan = plan_of(
-                tuple(there), world.own, tuple(place or Place() for place in listed)
+                tuple(there), world.own, tuple(each or RankWindows() for each in listed)
             )
             if plan is None:
                 yield (
@@ -946,7 +950,9 @@ def describe_plan(
 
 @cache
 def plan_of(
-    workers: tuple[Worker, ...], own: tuple[Place, ...], held: tuple[Place, ...]
+    workers: tuple[Worker, ...],
+    own: tuple[RankWindows, ...],
+    held: tuple[RankWindows, ...],
 ) -> tuple[int, tuple[tuple[int, int], ...]] | None:
     """Return the target and the rollbacks that the real code plans.
 
@@ -964,7 +970,9 @@ def plan_of(
         for rank, worker in enumerate(workers)
     ]
     target = plan_target(standings)
-    has_progress = any(place.steps_to or any(place.windows) for place in (*own, *held))
+    has_progress = any(
+        each.replayable_to or any(each.windows) for each in (*own, *held)
+    )
     if (target is not None and target.iteration == 0) or (
         not has_progress
         and (target is None or not any(worker.is_prepared for worker in workers))
@@ -992,8 +1000,8 @@ def plan_of(
 def recovery_of(
     lost: frozenset[int],
     goal: int | None,
-    own: tuple[Place, ...],
-    held: tuple[Place, ...],
+    own: tuple[RankWindows, ...],
+    held: tuple[RankWindows, ...],
     logs: tuple[tuple[int, int], ...],
 ) -> RecoveryPlan | None:
     """Return the plan of the real code, or None if nothing is left."""
@@ -1018,7 +1026,7 @@ def recovery_of(
         return None
 
 
-def has_source(own: tuple[Place, ...], held: tuple[Place, ...]) -> bool:
+def has_source(own: tuple[RankWindows, ...], held: tuple[RankWindows, ...]) -> bool:
     """Return whether these memories alone lead to a common state.
 
     No worker has a state.
@@ -1026,7 +1034,7 @@ def has_source(own: tuple[Place, ...], held: tuple[Place, ...]) -> bool:
     return recovery_of(frozenset(RANKS), None, own, held, ((1, 0),) * 3) is not None
 
 
-def may_begin_anew(own: tuple[Place, ...], held: tuple[Place, ...]) -> bool:
+def may_begin_anew(own: tuple[RankWindows, ...], held: tuple[RankWindows, ...]) -> bool:
     """Return whether any rank has no window after the first step yet.
 
     Nothing is then lost if the job begins anew.
@@ -1232,7 +1240,7 @@ def _send(world: World, rank: int, lane: str, *messages: Message) -> World:
     return world._replace(**{lane: _put(lanes, rank, (*lanes[rank], *messages))})
 
 
-def _arrived(held: Place, rank: int, message: Message) -> tuple[str, Place]:
+def _arrived(held: RankWindows, rank: int, message: Message) -> tuple[str, RankWindows]:
     """Return the name of a message's arrival, and the peer's copies after that."""
     number = message.number
     match message.kind:
@@ -1248,7 +1256,7 @@ def _arrived(held: Place, rank: int, message: Message) -> tuple[str, Place]:
             )
         case _:
             return f"(rank {rank}'s record {number} reaches its peer)", held._replace(
-                steps_to=number
+                replayable_to=number
             )
 
 

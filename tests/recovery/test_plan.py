@@ -24,9 +24,11 @@ TARGET = 14
 
 
 def window(
-    start: int, *, num_slots: int = 3, steps_to: int = TARGET, cut: str = "a"
+    start: int, *, num_slots: int = 3, replayable_to: int = TARGET, cut: str = "a"
 ) -> WindowRef:
-    return WindowRef(start=start, num_slots=num_slots, steps_to=steps_to, cut=cut)
+    return WindowRef(
+        start=start, num_slots=num_slots, replayable_to=replayable_to, cut=cut
+    )
 
 
 NEW = window(10)
@@ -56,8 +58,8 @@ def inventory(
 def rollback(
     first_stage: int, last_stage: int, window_start: int, num_slots: int = 3
 ) -> Rollback:
-    states = range(window_start, window_start + num_slots)
-    return Rollback(stages=range(first_stage, last_stage + 1), states=states)
+    span = range(window_start, window_start + num_slots)
+    return Rollback(stages=range(first_stage, last_stage + 1), span=span)
 
 
 @pytest.mark.parametrize("stage", [-1, 4])
@@ -74,7 +76,7 @@ def test_a_stage_that_does_not_exist_is_our_own_bug(
 
 def test_a_window_with_fewer_steps_than_slots_is_our_own_bug() -> None:
     with pytest.raises(AssertionError):
-        window(10, steps_to=11)
+        window(10, replayable_to=11)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +96,7 @@ def test_a_memory_that_cannot_be_is_our_own_bug(
 
 
 def test_an_error_lists_all_windows_and_logs() -> None:
-    old = window(5, num_slots=2, steps_to=9, cut="b")
+    old = window(5, num_slots=2, replayable_to=9, cut="b")
     inventories = [
         inventory(0, [NEW], {1: [old]}, logged=(11, 14)),
         inventory(1, logged=(15, 14)),
@@ -179,7 +181,7 @@ def cut_off(
     replayed = (
         None
         if iteration is None
-        else ReplayedState(states=of.states, cut=of.cut, iteration=iteration)
+        else ReplayedState(span=of.span, cut=of.cut, iteration=iteration)
     )
     return replace(rank, stage=stage, replayed=replayed)
 
@@ -279,7 +281,7 @@ def test_a_rank_whose_fetch_failed_has_its_own_windows_still(
 
     Nothing is left if rank 1 dropped window 5 to make room.
     """
-    old = window(5, steps_to=9)
+    old = window(5, replayable_to=9)
     inventories = [inventory(0, [NEW, old], {1: [NEW]}), inventory(1, [old])]
     first = plan_recovery([1], inventories, target_iteration=TARGET, boundary_log=True)
     assert [(fetch.global_rank, fetch.source_rank) for fetch in first.fetches] == [

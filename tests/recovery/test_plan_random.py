@@ -73,11 +73,13 @@ def job_of(random: Random) -> Job:
         slots = num_slots if random.random() < is_as_usual else random.randint(1, 4)
         cut = f"{stage}{'a' if random.random() < is_as_usual else 'b'}"
         end = start + slots - 1
-        steps_to = max(
+        replayable_to = max(
             end,
             target if random.random() < is_as_usual else target + random.randint(-4, 2),
         )
-        return WindowRef(start=start, num_slots=slots, steps_to=steps_to, cut=cut)
+        return WindowRef(
+            start=start, num_slots=slots, replayable_to=replayable_to, cut=cut
+        )
 
     def inventory(global_rank: int) -> Inventory:
         logged = (random.randint(1, 7), target + random.randint(0, 1))
@@ -135,7 +137,7 @@ def shared(job: Job, stages: Iterable[int], iteration: int = 0) -> set[Slots]:
         windows = [
             window
             for window in job.anywhere(rank.global_rank)
-            if window.steps_to >= iteration
+            if window.replayable_to >= iteration
         ]
         return {(window.start, window.num_slots, window.cut) for window in windows}
 
@@ -247,7 +249,7 @@ def assert_as_expected(job: Job) -> RecoveryPlan | None:
         assert expected is None
         return None
     rollbacks = [
-        (list(r.stages), (r.window_start, len(r.states))) for r in plan.rollbacks
+        (list(r.stages), (r.window_start, len(r.span))) for r in plan.rollbacks
     ]
     assert (plan.target_iteration, rollbacks) == expected
     assert plan.num_stages == job.num_stages
@@ -278,9 +280,11 @@ def assert_fetches_suffice(job: Job, plan: RecoveryPlan) -> None:
                 for rank in job.ranks(stage)
             ]
             assert {(window.num_slots, window.cut) for window in windows} == {
-                (len(rollback.states), windows[0].cut)
+                (len(rollback.span), windows[0].cut)
             }
-            assert all(window.steps_to >= plan.target_iteration for window in windows)
+            assert all(
+                window.replayable_to >= plan.target_iteration for window in windows
+            )
 
 
 def assert_fetches_are_needed_and_even(job: Job, plan: RecoveryPlan) -> None:
@@ -303,7 +307,7 @@ def assert_fetches_are_needed_and_even(job: Job, plan: RecoveryPlan) -> None:
                 if (w.start, w.num_slots, w.cut)
                 == (taken.start, taken.num_slots, taken.cut)
             ]
-            return any(window.steps_to >= plan.target_iteration for window in same)
+            return any(window.replayable_to >= plan.target_iteration for window in same)
 
         assert not has(inventories[fetch.global_rank].windows)
         holders = [

@@ -19,7 +19,7 @@ VERSIONS = [
     for epoch in range(2)
     for iteration in range(4)
 ]
-PLACES = ("memory", "disk")
+LEVELS = ("memory", "disk")
 
 
 def at(iteration: int, epoch: int = 0) -> Version:
@@ -34,7 +34,7 @@ def rank(
         [*memory.get(CORE, ()), *disk.get(CORE, ())], frozenset({CORE, *names})
     )
     return UnitInventory(
-        global_rank=number, places={"memory": memory, "disk": disk}, needed=needed
+        global_rank=number, levels={"memory": memory, "disk": disk}, needed=needed
     )
 
 
@@ -78,11 +78,11 @@ RANKS = st.lists(
 def test_a_plan_is_right_and_the_newest(
     drawn: list[tuple[Units, Units, set[str]]],
 ) -> None:
-    ranks = [rank(number, *places) for number, places in enumerate(drawn)]
+    ranks = [rank(number, *levels) for number, levels in enumerate(drawn)]
     found = [
         version
         for each in ranks
-        for units in each.places.values()
+        for units in each.levels.values()
         for told in units.values()
         for version in told
     ]
@@ -98,9 +98,9 @@ def test_a_plan_is_right_and_the_newest(
     for each in ranks:
         nearest = {
             name: next(
-                place
-                for place in PLACES
-                if plan.units[name] in each.places[place].get(name, ())
+                level
+                for level in LEVELS
+                if plan.units[name] in each.levels[level].get(name, ())
             )
             for name in each.needed[plan.version]
         }

@@ -102,7 +102,7 @@ class _Recorder:
         wrap(Session, "update_applied", self._update_applied)
         wrap(StepState, "prepare", self._prepare)
         wrap(Publisher, "add_snapshot", self._add_snapshot)
-        wrap(SnapshotMemory, "confirm", self._confirm)
+        wrap(SnapshotMemory, "keep_in_flight", self._keep_in_flight)
         wrap(StageRecovery, "carry_out", self._carry_out)
         wrap(ReplicaFolder, "discard", self._discard)
         wrap(window_recovery, "plan_recovery", self._plan)
@@ -139,7 +139,7 @@ class _Recorder:
             call(publisher, snapshot, *rest)
             say(f"{self._rank} takes window {snapshot.header.window_start}")
 
-    def _confirm(
+    def _keep_in_flight(
         self, call: Any, memory: SnapshotMemory, *rest: Any, **options: Any
     ) -> None:
         with self.turn() as say:

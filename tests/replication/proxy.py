@@ -133,11 +133,11 @@ class Proxy:
                 if is_client:
                     assert self.may_pass.wait(WAIT_S)
                 if damage and passed_bytes <= damage.offset < passed_bytes + len(data):
-                    place = damage.offset - passed_bytes
+                    index = damage.offset - passed_bytes
                     data = (
-                        data[:place]
+                        data[:index]
                         if damage.cut
-                        else data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :]
+                        else data[:index] + bytes([data[index] ^ 4]) + data[index + 1 :]
                     )
                     sink.sendall(data)
                     if damage.cut:

@@ -35,7 +35,7 @@ MIB = 1 << 20
 LARGE = bytes(range(250)) * (5 * MIB // 250)
 
 
-def place_of(root: Path, rank: int) -> DaemonSettings:
+def settings_of(root: Path, rank: int) -> DaemonSettings:
     """Return the settings of a rank's daemon."""
     return DaemonSettings(
         rank_folder=root / f"rank{rank:04d}",
@@ -47,7 +47,7 @@ def place_of(root: Path, rank: int) -> DaemonSettings:
     )
 
 
-def supervisor_main(orders: Connection, place: DaemonSettings) -> None:
+def supervisor_main(orders: Connection, settings: DaemonSettings) -> None:
     """Fork a daemon for each order, as a supervisor does.
 
     The answer to an order is the pid and the address of the daemon.
@@ -56,49 +56,49 @@ def supervisor_main(orders: Connection, place: DaemonSettings) -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)
     while True:
         orders.recv()
-        orders.send(fork_daemon(place))
+        orders.send(fork_daemon(settings))
 
 
-def fork_daemon(place: DaemonSettings) -> tuple[int, str]:
+def fork_daemon(settings: DaemonSettings) -> tuple[int, str]:
     """Fork a daemon, and return the daemon's pid and announced address."""
     reading, writing = os.pipe()
     supervisor_pid = os.getpid()
     pid = os.fork()
     if pid == 0:
-        run_and_exit(lambda: keep(place, supervisor_pid, writing))
+        run_and_exit(lambda: keep(settings, supervisor_pid, writing))
     os.close(writing)
     with open(reading) as announced:
         return pid, announced.readline().strip()
 
 
-def keep(place: DaemonSettings, supervisor_pid: int, writing: int) -> int:
+def keep(settings: DaemonSettings, supervisor_pid: int, writing: int) -> int:
     """Run a daemon, which writes its address to the file descriptor `writing`."""
 
     def announce(address: Address) -> None:
         os.write(writing, f"{address}\n".encode())
 
     run_daemon(
-        place,
+        settings,
         supervisor_pid=supervisor_pid,
-        may_send=lambda: not stop_file(place).exists(),
+        may_send=lambda: not stop_file(settings).exists(),
         announce=announce,
     )
 
 
-def stop_file(place: DaemonSettings) -> Path:
+def stop_file(settings: DaemonSettings) -> Path:
     """Return the path of a file that exists while training has bytes to send."""
-    return place.rank_folder.parent / f"busy{place.global_rank}"
+    return settings.rank_folder.parent / f"busy{settings.global_rank}"
 
 
 class Rank:
     """Supervisor and daemon of one rank, and clients like those of its workers."""
 
     def __init__(self, root: Path, rank: int, stack: ExitStack) -> None:
-        self.place = place_of(root, rank)
-        self.folder = self.place.rank_folder
+        self.settings = settings_of(root, rank)
+        self.folder = self.settings.rank_folder
         self.folder.mkdir()
         self._stack = stack
-        self.supervisor = Child(stack, supervisor_main, self.place)
+        self.supervisor = Child(stack, supervisor_main, self.settings)
         self.start_daemon()
 
     def start_daemon(self) -> None:
@@ -156,7 +156,7 @@ def test_copies_reach_all_peers_and_come_back(
     ranks: list[Rank], third_rank: Rank
 ) -> None:
     """Copies arrive even while training has bytes to send: the stop file exists."""
-    stop_file(ranks[0].place).touch()
+    stop_file(ranks[0].settings).touch()
     peers = [ranks[1], third_rank]
     worker, own = ranks[0].worker(*(peer.address for peer in peers)), ranks[0].own()
     publish(own, "a", LARGE)
@@ -229,7 +229,7 @@ def orphan_daemon(root: str) -> int:
     """Fork a daemon whose supervisor is not its parent, and return the exit status."""
     pid = os.fork()
     if pid == 0:
-        run_and_exit(lambda: keep(place_of(Path(root), 0), os.getpid(), 1))
+        run_and_exit(lambda: keep(settings_of(Path(root), 0), os.getpid(), 1))
     _, status = os.waitpid(pid, 0)
     return -os.WTERMSIG(status)
 

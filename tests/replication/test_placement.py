@@ -81,12 +81,12 @@ def test_holders(global_rank: int, cluster: Cluster, holders: tuple[int, ...]) -
         "a node that is smaller",
     ],
 )
-@pytest.mark.parametrize("place", [partial(copy_holders, 0), placement_lines])
+@pytest.mark.parametrize("compute", [partial(copy_holders, 0), placement_lines])
 def test_what_cannot_be_placed_is_our_own_bug(
-    place: Callable[..., object], cluster: Cluster
+    compute: Callable[..., object], cluster: Cluster
 ) -> None:
     with pytest.raises(AssertionError):
-        place(**arguments(cluster))
+        compute(**arguments(cluster))
 
 
 @st.composite

@@ -31,7 +31,7 @@ from moe_ckpt.snapshot.windows import HostBuffers, SnapshotMemory
 from moe_ckpt.types import ReadyGradients
 from tests.replication.blobs import content_of, filled
 from tests.snapshot.copiers import Engine, finish, held_until_waited_for
-from tests.snapshot.samples import persist_window, piece, starts_of, take_window
+from tests.snapshot.samples import keep_window, piece, starts_of, take_window
 from tests.waits import WAIT_S
 
 GRADIENTS = ReadyGradients(overflows=(False, True), total_norm=None, loss_scale=2.0)
@@ -101,7 +101,7 @@ class Life:
         self.publisher.begin_copying(held, drop_stale=drop_stale)
 
     def persist(self, start: int) -> None:
-        persist_window(self.memory, self.buffers, start, daemon=self.publisher)
+        keep_window(self.memory, self.buffers, start, daemon=self.publisher)
 
     def log(self, iteration: int, *, after_whole_state: bool = False) -> None:
         """Log the start and the record of an iteration.
@@ -155,7 +155,7 @@ def test_a_successor_finds_all_that_a_worker_kept(
     take_window(life.memory, life.buffers, 6, 1, daemon=life.publisher)
     found = live()
     assert starts_of(found.memory) == [6, 4], (
-        "a complete window that was not confirmed may be others' newest"
+        "a complete window that was not kept may be others' newest"
     )
     record = found.steps.record(5)
     assert found.steps.start(5)["rng"].tolist() == [5] * 4

@@ -71,7 +71,7 @@ def windows_of(recovered: Recovered) -> list[tuple[range, int, int]]:
     """Return the stages, the window start and the number of slots of each rollback."""
     assert recovered.plan is not None
     return [
-        (each.stages, each.window_start, len(each.states))
+        (each.stages, each.window_start, len(each.span))
         for each in recovered.plan.rollbacks
     ]
 

@@ -98,8 +98,8 @@ def test_snapshots_are_logged_slot_by_slot_with_what_chose_them(
     taken = [
         logged.event for logged in events if isinstance(logged.event, SnapshotTaken)
     ]
-    places = [(event.iteration, event.slot, event.num_slots) for event in taken[:5]]
-    assert places == [(0, 0, 1), (1, 0, 3), (2, 1, 3), (3, 2, 3), (4, 0, 3)]
+    numbers = [(event.iteration, event.slot, event.num_slots) for event in taken[:5]]
+    assert numbers == [(0, 0, 1), (1, 0, 3), (2, 1, 3), (3, 2, 3), (4, 0, 3)]
     assert taken[1].size_bytes < taken[0].size_bytes == taken[0].dense_bytes
     assert all(event.window_start == event.iteration - event.slot for event in taken)
     begun = [

@@ -54,7 +54,7 @@ def losses(
 def of_all_ranks(lost: Losses, window: Kept) -> list[Inventory]:
     """Return the inventory that each of the 16 ranks would send in a real run."""
     ref = WindowRef(
-        start=window.start, num_slots=window.num_slots, steps_to=REACHED, cut=""
+        start=window.start, num_slots=window.num_slots, replayable_to=REACHED, cut=""
     )
     held: dict[int, dict[int, tuple[WindowRef, ...]]] = {}
     for owner in lost.bare:
@@ -112,8 +112,10 @@ def test_lost_processes_are_planned_for_as_by_all_ranks(
 def test_lost_nodes_are_planned_for_as_by_all_ranks(
     nodes: set[int], before: set[int], logs: bool
 ) -> None:
-    ranks = [2 * node + place for node in nodes for place in (0, 1)]
-    unreplicated = frozenset(2 * node + place for node in before for place in (0, 1))
+    ranks = [2 * node + local_index for node in nodes for local_index in (0, 1)]
+    unreplicated = frozenset(
+        2 * node + local_index for node in before for local_index in (0, 1)
+    )
     lost = losses(*ranks, bare=True, unreplicated=unreplicated)
     assert planned(SETUP, LOCAL if logs else NO_LOGS, lost) == planned_by_all(
         lost, boundary_log=logs
@@ -128,7 +130,7 @@ def test_a_stage_on_its_way_back_is_lost_with_what_is_lost_then() -> None:
 
 def test_a_cut_off_replay_goes_on_from_its_last_whole_iteration() -> None:
     (whole,) = plan_after(SETUP, LOCAL, KEPT, losses(1), REACHED).rollbacks
-    window = Kept(start=whole.states[0], end=whole.states[-1])
+    window = Kept(start=whole.span[0], end=whole.span[-1])
     left_s = [
         replay_s(SETUP, LOCAL, range(1), window, REACHED, done) for done in range(5)
     ]

@@ -59,10 +59,10 @@ def only_part(snapshot: Snapshot) -> torch.Tensor:
 
 
 def damaged(data: bytes) -> Iterator[bytes]:
-    """Yield these bytes with one bit flipped, and cut short, at each place in turn."""
-    for place in range(len(data)):
-        yield data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :]
-        yield data[:place]
+    """Yield these bytes with one bit flipped, and cut short, at each byte in turn."""
+    for index in range(len(data)):
+        yield data[:index] + bytes([data[index] ^ 1 << index % 8]) + data[index + 1 :]
+        yield data[:index]
 
 
 def pool(limit_bytes: int | None = None) -> HostBuffers:
@@ -70,13 +70,15 @@ def pool(limit_bytes: int | None = None) -> HostBuffers:
 
 
 def snapshot_of(
-    buffers: HostBuffers, place: tuple[int, int, int], pieces: Sequence[Piece] = ()
+    buffers: HostBuffers,
+    slot_of_window: tuple[int, int, int],
+    pieces: Sequence[Piece] = (),
 ) -> Snapshot:
     """Return the snapshot of a (window start, slot, number of slots).
 
     The snapshot has 1000 bytes if no pieces are given.
     """
-    start, slot, num_slots = place
+    start, slot, num_slots = slot_of_window
     parts, payload_bytes = layout_parts(pieces or [piece(torch.zeros(250))])
     numbers = {
         "iteration": start + slot,
@@ -104,7 +106,7 @@ def take_window(
         memory.add(snapshot)
 
 
-def persist_window(
+def keep_window(
     memory: SnapshotMemory,
     buffers: HostBuffers,
     start: int,
@@ -112,7 +114,7 @@ def persist_window(
     daemon: SnapshotPublisher | None = None,
 ) -> None:
     take_window(memory, buffers, start, daemon=daemon)
-    memory.confirm()
+    memory.keep_in_flight()
 
 
 def starts_of(memory: SnapshotMemory) -> list[int]:

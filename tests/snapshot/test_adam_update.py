@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.flowcheck.mirror.captured_gradients import from_sums
-from moe_ckpt.flowcheck.mirror.plan import BucketPlace, Mirrored, MirroredSums
+from moe_ckpt.flowcheck.mirror.plan import BucketOffset, Mirrored, MirroredSums
 from moe_ckpt.replication.copy_ledger import NoCopies
 from moe_ckpt.replication.local_disk import copy_blobs
 from moe_ckpt.replication.publisher import Publisher
@@ -384,7 +384,7 @@ def test_captured_gradients_lead_to_the_state_that_tapped_ones_do(
         made[target] = content_of(folder, f"snapshot-{target}")
     assert made["tapped"] == made["captured"]
     far = _in_the_second_bucket(sums, start=6)
-    none = replace(observed, source=Mirrored(groups=(sums,), places=()).to_json())
+    none = replace(observed, source=Mirrored(groups=(sums,), offsets=()).to_json())
     for others, opens, says in (
         (far, opened, "wanted a place within"),
         (none, opened, "got 0 places, wanted 1"),
@@ -402,8 +402,8 @@ def test_captured_gradients_lead_to_the_state_that_tapped_ones_do(
 
 def _in_the_second_bucket(sums: MirroredSums, *, start: int) -> ObservedGradients:
     """Return the second of two gradients, as servers capture the gradient."""
-    place = BucketPlace(group=0, bucket=1, start=start)
-    mirrored = Mirrored(groups=(sums,), places=(place,))
+    offset = BucketOffset(group=0, bucket=1, start=start)
+    mirrored = Mirrored(groups=(sums,), offsets=(offset,))
     return ObservedGradients(weights=(False, True), source=mirrored.to_json())
 
 

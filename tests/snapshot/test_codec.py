@@ -307,8 +307,10 @@ def test_a_header_is_two_lines_of_json_with_plain_names() -> None:
     }
     assert body["shard"] == asdict(SHARD) == ranks
     key = {"operator": "layer 0 expert 1", "tensor": "w", "role": "exp_avg"}
-    place = {"range_start": 6, "range_end": 12, "offset_bytes": 0}
-    assert body["parts"] == [{"key": key, "dtype": "float32", "shape": [2, 3], **place}]
+    extent = {"range_start": 6, "range_end": 12, "offset_bytes": 0}
+    assert body["parts"] == [
+        {"key": key, "dtype": "float32", "shape": [2, 3], **extent}
+    ]
 
 
 def test_a_header_that_is_damaged_cut_short_or_continued_is_refused() -> None:
@@ -352,7 +354,7 @@ json_values = st.recursive(
 
 
 @st.composite
-def places(draw: st.DrawFn) -> list[str | int]:
+def ways(draw: st.DrawFn) -> list[str | int]:
     content: Any = json.loads(
         header_to_json(snapshot_of(*one_of_each_dtype()).header).partition(b"\n")[2]
     )
@@ -372,7 +374,7 @@ def places(draw: st.DrawFn) -> list[str | int]:
     return way
 
 
-@given(places(), json_values)
+@given(ways(), json_values)
 def test_any_other_value_in_a_sealed_header_is_read_or_refused(
     way: list[str | int], value: object
 ) -> None:

@@ -40,7 +40,7 @@ def _tensor_of(data: bytes) -> torch.Tensor:
 @given(state=STATES, data=st.data())
 def test_one_bit_changes_the_hash(state: list[bytes], data: st.DataObject) -> None:
     part = data.draw(
-        st.sampled_from([place for place, each in enumerate(state) if each] or [None])
+        st.sampled_from([index for index, each in enumerate(state) if each] or [None])
     )
     if part is None:
         return

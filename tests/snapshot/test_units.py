@@ -28,7 +28,7 @@ def unit(
     iteration: int,
     *,
     epoch: int = 0,
-    places: str = "",
+    levels: str = "",
     payload: torch.Tensor | None = None,
     taken_with: tuple[int, int, int] = (1, 0, 0),
 ) -> Snapshot:
@@ -38,7 +38,7 @@ def unit(
         name: The name of the unit.
         iteration: The iteration after which the snapshot was taken.
         epoch: The epoch of the run.
-        places: The levels that keep the snapshot beside own memory: p for peers, d for
+        levels: The levels that keep the snapshot beside own memory: p for peers, d for
             disk.
         payload: The payload; None: new memory of 8 bytes.
         taken_with: The `UnitTag.taken_with` of a core.
@@ -46,8 +46,8 @@ def unit(
     tag = UnitTag(
         name=name,
         epoch=epoch,
-        on_peers="p" in places,
-        on_disk="d" in places,
+        on_peers="p" in levels,
+        on_disk="d" in levels,
         seen_tokens=iteration,
         complete_with=NAMES if name == CORE else (),
         taken_with=taken_with if name == CORE else (0, 0, 0),
@@ -107,19 +107,19 @@ class Rank:
 
         Args:
             iteration: The start of the window.
-            units: The places that keep each unit, by name of the unit, as in `unit`.
+            units: The levels that keep each unit, by name of the unit, as in `unit`.
             epoch: The epoch of the run.
         """
         self.memory.begin(at(iteration, epoch), len(units))
-        for name, places in units.items():
+        for name, levels in units.items():
             payload = self.buffers.acquire(8)
             self.memory.add(
-                unit(name, iteration, epoch=epoch, places=places, payload=payload)
+                unit(name, iteration, epoch=epoch, levels=levels, payload=payload)
             )
 
     def take(self, iteration: int, units: dict[str, str], *, epoch: int = 0) -> None:
         self.begin(iteration, units, epoch=epoch)
-        self.memory.confirm()
+        self.memory.keep_in_flight()
 
     def base(self, iteration: int = 0, *, epoch: int = 0) -> None:
         self.take(iteration, dict.fromkeys(NAMES, "pd"), epoch=epoch)
@@ -153,7 +153,7 @@ def at(iteration: int, epoch: int = 0) -> Version:
 def test_the_checkpoint_on_disk_stays_whole_in_memory(rank: Rank) -> None:
     for iteration in (1, 2, 3):
         rank.begin(iteration, {CORE: "d" if iteration == 2 else "", "a": ""})
-        rank.memory.confirm(also=[at(2)] if iteration == 3 else [])
+        rank.memory.keep_in_flight(also=[at(2)] if iteration == 3 else [])
     assert rank.composed(2) == {"core@2", "a@2", "b@0", "c@0"}
     assert rank.composed(3) == {"core@3", "a@3", "b@0", "c@0"}
 
@@ -200,15 +200,15 @@ FIRST = [unit(name, 0) for name in NAMES]
 TAKEN_WITH = (3, 2, 1)
 
 
-@pytest.mark.parametrize("place", StorageLevel)
+@pytest.mark.parametrize("level", StorageLevel)
 def test_a_core_of_which_the_snapshot_is_torn_does_not_count(
-    place: StorageLevel,
+    level: StorageLevel,
 ) -> None:
     torn = [unit(CORE, 1, taken_with=TAKEN_WITH), unit("a", 1), unit("b", 1)]
     for number in range(1, 4):
-        counts = number >= TAKEN_WITH[place]
+        counts = number >= TAKEN_WITH[level]
         wanted = [*FIRST, *torn[0 if counts else 1 : number]]
-        assert all_said(without_torn([*FIRST, *torn[:number]], place)) == all_said(
+        assert all_said(without_torn([*FIRST, *torn[:number]], level)) == all_said(
             wanted
         )
 
@@ -227,42 +227,42 @@ def test_a_snapshot_that_an_earlier_process_tore_is_given_up() -> None:
     assert starts_of(rank.memory) == [0]
 
 
-PLACES = st.sampled_from(["", "p", "d", "pd"])
+LEVELS = st.sampled_from(["", "p", "d", "pd"])
 
 
 @given(
     st.lists(
-        st.tuples(PLACES, st.dictionaries(st.sampled_from(NAMES[1:]), PLACES)),
+        st.tuples(LEVELS, st.dictionaries(st.sampled_from(NAMES[1:]), LEVELS)),
         max_size=12,
     )
 )
-def test_each_place_can_make_a_checkpoint_and_nothing_else_is_kept(
+def test_each_level_can_make_a_checkpoint_and_nothing_else_is_kept(
     snapshots: list[tuple[str, dict[str, str]]],
 ) -> None:
     rank, taken = (
         Rank(),
-        {name: {place: [0] for place in ("", "p", "d")} for name in NAMES},
+        {name: {level: [0] for level in ("", "p", "d")} for name in NAMES},
     )
     rank.base()
-    for iteration, (places, others) in enumerate(snapshots, start=1):
-        units = {CORE: places, **others}
+    for iteration, (levels, others) in enumerate(snapshots, start=1):
+        units = {CORE: levels, **others}
         rank.take(iteration, units)
         for name, where in units.items():
-            for place in ("", *where):
-                taken[name][place].append(iteration)
+            for level in ("", *where):
+                taken[name][level].append(iteration)
         newest = {
             f"{name}@{versions[-1]}"
-            for name, places in taken.items()
-            for versions in places.values()
+            for name, levels in taken.items()
+            for versions in levels.values()
         }
         assert rank.kept() == newest
         assert rank.composed(iteration) == {
-            f"{name}@{places[''][-1]}" for name, places in taken.items()
+            f"{name}@{levels[''][-1]}" for name, levels in taken.items()
         }
     ever = [
         f"{name}@{iteration}"
-        for name, places in taken.items()
-        for iteration in places[""]
+        for name, levels in taken.items()
+        for iteration in levels[""]
     ]
     assert sorted([*rank.dropped, *rank.kept()]) == sorted(ever)
     assert rank.buffers.in_use_bytes == 8 * len(rank.memory.snapshots())

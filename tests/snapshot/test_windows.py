@@ -28,7 +28,7 @@ from moe_ckpt.types import Version
 from tests.replication.blobs import KIB
 from tests.snapshot.samples import (
     Piece,
-    persist_window,
+    keep_window,
     piece,
     pool,
     snapshot_of,
@@ -222,7 +222,7 @@ def add_window(
     start: int,
     slots: Sequence[Sequence[Piece]],
 ) -> None:
-    """Take a window of these slots without confirming the window."""
+    """Take a window of these slots without keeping the window."""
     memory.begin(Version(epoch=0, iteration=start), len(slots))
     for slot, pieces in enumerate(slots):
         memory.add(snapshot_of(buffers, (start, slot, len(slots)), pieces))
@@ -241,7 +241,7 @@ def test_windows_of_the_same_sizes_use_the_memory_of_the_first(
     for window in range(12):
         slots = [[piece(torch.empty(size, dtype=torch.uint8))] for size in sizes]
         add_window(memory, buffers, 1 + 4 * window, slots)
-        memory.confirm()
+        memory.keep_in_flight()
         now = {id(snapshot.payload) for snapshot in memory.windows()[0].snapshots}
         assert window <= keep_windows or now <= used, "a buffer was allocated"
         used |= now
@@ -258,8 +258,8 @@ def carry_out(script: str, keep_windows: int) -> SnapshotMemory:
     for order in script.split(", "):
         name, *numbers = order.split()
         starts = [int(number) for number in numbers]
-        if name == "persist":
-            persist_window(memory, buffers, *starts)
+        if name == "keep":
+            keep_window(memory, buffers, *starts)
         elif name == "take":
             take_window(memory, buffers, *starts)
         elif name == "begin":
@@ -278,26 +278,26 @@ def carry_out(script: str, keep_windows: int) -> SnapshotMemory:
     ("keep_windows", "script", "starts", "in_flight"),
     [
         # the next window drops a window that was never completed
-        (1, "persist 1, begin 3, add 3, begin 4", [1], (4, 0)),
-        (1, "persist 1, persist 3, take 5, abandon, abandon", [3], None),
-        (3, "persist 1, persist 3, persist 5, take 7, drop 3", [5, 1], (7, 2)),
-        (3, "persist 1, persist 3, persist 5, take 7, drop 7, drop 1", [5, 3], None),
-        # persisted windows stay until the window in flight is confirmed
-        (2, "persist 1, persist 3, persist 5, take 3", [5, 3], (3, 2)),
+        (1, "keep 1, begin 3, add 3, begin 4", [1], (4, 0)),
+        (1, "keep 1, keep 3, take 5, abandon, abandon", [3], None),
+        (3, "keep 1, keep 3, keep 5, take 7, drop 3", [5, 1], (7, 2)),
+        (3, "keep 1, keep 3, keep 5, take 7, drop 7, drop 1", [5, 3], None),
+        # kept windows stay until the window in flight is kept
+        (2, "keep 1, keep 3, keep 5, take 3", [5, 3], (3, 2)),
         # taken again after a rollback
-        (2, "persist 1, persist 3, persist 5, take 3, confirm", [3], None),
-        (1, "persist 4, take 6, keep_complete", [6, 4], None),
+        (2, "keep 1, keep 3, keep 5, take 3, keep_in_flight", [3], None),
+        (1, "keep 4, take 6, keep_complete", [6, 4], None),
         (
             1,
-            "persist 4, take 6, keep_complete, begin 8, add 8, keep_complete",
+            "keep 4, take 6, keep_complete, begin 8, add 8, keep_complete",
             [6, 4],
             None,
         ),
         # only the first of the wanted windows
-        (1, "persist 4, take 6, keep_complete, keep_only 6 4", [6], None),
+        (1, "keep 4, take 6, keep_complete, keep_only 6 4", [6], None),
         # only windows that other ranks have, too
-        (2, "persist 4, persist 6, keep_only 4 2", [4], None),
-        (2, "persist 4, take 4, keep_complete", [4], None),  # the same window again
+        (2, "keep 4, keep 6, keep_only 4 2", [4], None),
+        (2, "keep 4, take 4, keep_complete", [4], None),  # the same window again
     ],
 )
 def test_after_a_script(
@@ -327,11 +327,11 @@ ELSEWHERE = [((3, 0, 2), {}), ((1, 0, 3), {}), ((1, 2, 2), {}), ((1, -1, 2), {})
 MISNUMBERED = [((1, 1, 2), {"iteration": 1}), ((1, 1, 2), {"window_start": 0})]
 
 
-@pytest.mark.parametrize(("place", "wrong"), [*ELSEWHERE, *MISNUMBERED])
+@pytest.mark.parametrize(("slot_of_window", "wrong"), [*ELSEWHERE, *MISNUMBERED])
 def test_a_snapshot_that_does_not_belong_is_a_bug(
-    place: tuple[int, int, int], wrong: dict[str, int]
+    slot_of_window: tuple[int, int, int], wrong: dict[str, int]
 ) -> None:
-    memory, snapshot = SnapshotMemory(pool(), 1), snapshot_of(pool(), place)
+    memory, snapshot = SnapshotMemory(pool(), 1), snapshot_of(pool(), slot_of_window)
     memory.begin(Version(epoch=0, iteration=1), 2)
     with pytest.raises(AssertionError):
         memory.add(
@@ -341,7 +341,13 @@ def test_a_snapshot_that_does_not_belong_is_a_bug(
 
 
 @pytest.mark.parametrize(
-    "script", ["add 1", "confirm", "begin 1, add 1, confirm", "begin 1, add 1, drop 2"]
+    "script",
+    [
+        "add 1",
+        "keep_in_flight",
+        "begin 1, add 1, keep_in_flight",
+        "begin 1, add 1, drop 2",
+    ],
 )
 def test_calls_out_of_order_are_bugs(script: str) -> None:
     with pytest.raises(AssertionError):
@@ -366,7 +372,7 @@ def test_bytes_are_counted_by_role_over_all_windows() -> None:
     }
     pieces = [piece(torch.empty(size), role=role) for role, size in sizes.items()]
     add_window(memory, buffers, 1, [pieces])
-    memory.confirm()
+    memory.keep_in_flight()
     add_window(memory, buffers, 2, [pieces])
     assert memory.bytes_by_role() == {
         "full_bytes": 2 * 444,

@@ -1,6 +1,6 @@
 """The gradients of an update, from the sums that a server has captured.
 
-Owns: the way from a parameter's place in a bucket to the parameter's gradient. Must
+Owns: the way from a parameter's offset in a bucket to the parameter's gradient. Must
 not: capture sums (`capture` does). FlowCheck, section 4.
 """
 
@@ -35,9 +35,9 @@ def from_sums(captured: CapturedSums) -> OpenGradients:
             raise CheckpointLoadError(
                 f"captured gradients of an update: {error!r}"
             ) from error
-        if len(mirrored.places) != sum(observed.weights):
+        if len(mirrored.offsets) != sum(observed.weights):
             raise CheckpointLoadError(
-                f"captured gradients of an update: got {len(mirrored.places)} places,"
+                f"captured gradients of an update: got {len(mirrored.offsets)} places,"
                 f" wanted {sum(observed.weights)}"
             )
         return _CapturedGradients(mirrored, captured).read
@@ -61,19 +61,19 @@ class _CapturedGradients:
             numel: Number of elements.
 
         Raises:
-            CheckpointLoadError: The gradient was not captured, or the gradient's place
+            CheckpointLoadError: The gradient was not captured, or the gradient's offset
                 lies outside the bucket.
         """
-        place = self._mirrored.places[number]
-        if place.group not in self._buckets:
-            self._buckets[place.group] = self._request(place.group)
-        bucket = self._buckets[place.group][place.bucket]
-        if place.start + numel > bucket.numel():
+        offset = self._mirrored.offsets[number]
+        if offset.group not in self._buckets:
+            self._buckets[offset.group] = self._request(offset.group)
+        bucket = self._buckets[offset.group][offset.bucket]
+        if offset.start + numel > bucket.numel():
             raise CheckpointLoadError(
-                f"got {place} for {numel} elements, wanted a place within"
+                f"got {offset} for {numel} elements, wanted a place within"
                 f" {bucket.numel()}"
             )
-        return bucket[place.start : place.start + numel].float()
+        return bucket[offset.start : offset.start + numel].float()
 
     def _request(self, number: int) -> list[torch.Tensor]:
         # requested only now: captured frames may still arrive during the steps of

@@ -164,7 +164,7 @@ class Framing:
             for code in (_MAY_SEND, _MAY_RECEIVE)
         ]
         nearest = min(
-            (place for place in (found, *others) if place >= 0),
+            (index for index in (found, *others) if index >= 0),
             default=len(self._buffer),
         )
         return min(nearest - _OPCODE_OFFSET, len(self._buffer) - PREAMBLE_BYTES + 1)

@@ -54,21 +54,21 @@ def find_mark(payload: bytes) -> StreamMark | None:
 
     The bytes must contain the whole message of the mark. None if there is no such mark.
     """
-    place = payload.find(MAGIC)
-    while place >= 0:
-        found = _mark_at(payload, place)
+    offset = payload.find(MAGIC)
+    while offset >= 0:
+        found = _mark_at(payload, offset)
         if found:
             return found
-        place = payload.find(MAGIC, place + 1)
+        offset = payload.find(MAGIC, offset + 1)
     return None
 
 
-def _mark_at(payload: bytes, place: int) -> StreamMark | None:
-    start = place - PREAMBLE_BYTES
-    length = data_length(payload[start:place]) if start >= 0 else None
-    if length is None or length <= _HEAD_BYTES or len(payload) < place + length:
+def _mark_at(payload: bytes, offset: int) -> StreamMark | None:
+    start = offset - PREAMBLE_BYTES
+    length = data_length(payload[start:offset]) if start >= 0 else None
+    if length is None or length <= _HEAD_BYTES or len(payload) < offset + length:
         return None
-    unit = payload[place : place + length]
+    unit = payload[offset : offset + length]
     contributed = unit[_HEAD_BYTES:]
     size = len(contributed)
     senders = [

@@ -1,4 +1,4 @@
-"""All-reduces of one stream: their messages, and the messages' places in the result.
+"""All-reduces of one stream: their messages, and the messages' positions in the result.
 
 Pure. gloo numbers the collective operations of a process group, and each message names
 its operation. So a loss never hides an iteration boundary: the messages after the loss
@@ -74,11 +74,11 @@ def _captured_bytes(message: FramedMessage) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Placed:
-    """Messages of an operation with their places."""
+class LocatedMessages:
+    """Messages of an operation with their positions in the ring."""
 
     messages: tuple[tuple[RingSend, FramedMessage], ...]
-    """Captured messages, each with its place in the ring."""
+    """Captured messages, each with its position in the ring."""
 
     left: tuple[RingSend, ...] | None
     """Messages of the ring after the last captured message; None if unknown."""
@@ -91,12 +91,12 @@ class Placed:
                     yield sent.start + start, piece
 
 
-def place_all(
+def locate_all(
     messages: Sequence[FramedMessage],
     sends: Sequence[RingSend],
     before: Sequence[RingSend] | None,
-) -> Placed | None:
-    """Return the places of an operation's messages.
+) -> LocatedMessages | None:
+    """Return the positions of an operation's messages in the ring.
 
     Args:
         messages: Captured messages of the operation, in order.
@@ -105,9 +105,9 @@ def place_all(
             unknown.
 
     Returns:
-        The places; None if the captured messages are not those of `sends`.
+        The positions; None if the captured messages are not those of `sends`.
     """
-    placed: list[tuple[RingSend, FramedMessage]] = []
+    located: list[tuple[RingSend, FramedMessage]] = []
     position: int | None = 0
     for number, message in enumerate(messages):
         if message.skipped_bytes is not None:
@@ -117,10 +117,10 @@ def place_all(
             continue
         if position >= len(sends) or sends[position].num_bytes != message.length:
             return None
-        placed.append((sends[position], message))
+        located.append((sends[position], message))
         position += 1
-    return Placed(
-        messages=tuple(placed),
+    return LocatedMessages(
+        messages=tuple(located),
         left=None if position is None else tuple(sends[position:]),
     )
 
@@ -131,7 +131,7 @@ def _position_after(
     position: int | None,
     message: FramedMessage,
 ) -> int | None:
-    """Return the place of a message after lost bytes; None if it is uncertain."""
+    """Return the position of a message after lost bytes; None if it is uncertain."""
     if before is None or position is None or message.skipped_bytes in (None, UNKNOWN):
         return None
     ahead = [*before, *sends[position:]]
@@ -144,6 +144,6 @@ def _position_after(
         if is_announced and sent.num_bytes == message.length:
             fitting.append(position + number - len(before))
         left -= PREAMBLE_BYTES + sent.num_bytes
-    # a place below 0 would be in the operation before, whose number the message does
+    # a position below 0 would be in the operation before, whose number the message does
     # not have
     return fitting[0] if len(fitting) == 1 and fitting[0] >= 0 else None

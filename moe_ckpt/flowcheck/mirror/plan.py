@@ -1,6 +1,6 @@
 """Gradients of an iteration that a checkpoint server takes from mirrored frames.
 
-Values and their JSON form. Owns: the place of each parameter's gradient in the buckets
+Values and their JSON form. Owns: the offset of each parameter's gradient in the buckets
 that a group reduces. Must not: depend on Megatron or torch. FlowCheck, sections 4 and
 6.1.
 """
@@ -55,8 +55,8 @@ class MirroredSums:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BucketPlace:
-    """Place of a gradient."""
+class BucketOffset:
+    """Offset of a gradient in the buckets of the groups."""
 
     group: int
     """Index of the group in `Mirrored.groups`."""
@@ -75,13 +75,13 @@ class Mirrored:
     groups: tuple[MirroredSums, ...]
     """All-reduces of each group."""
 
-    places: tuple[BucketPlace, ...]
-    """Place of each captured gradient, in the order of the header."""
+    offsets: tuple[BucketOffset, ...]
+    """Offset of each captured gradient, in the order of the header."""
 
     def to_json(self) -> Any:
         """Return a value of JSON, which `from_json` reads."""
-        places = [[place.group, place.bucket, place.start] for place in self.places]
-        return {"groups": [asdict(each) for each in self.groups], "places": places}
+        offsets = [[each.group, each.bucket, each.start] for each in self.offsets]
+        return {"groups": [asdict(each) for each in self.groups], "places": offsets}
 
     @classmethod
     def from_json(cls, value: Any) -> Mirrored:
@@ -91,15 +91,15 @@ class Mirrored:
             ValueError, TypeError, KeyError: The value is any other one.
         """
         groups = tuple(_sums(each) for each in value["groups"])
-        places = tuple(_place(place, groups) for place in value["places"])
-        return cls(groups=groups, places=places)
+        offsets = tuple(_offset(each, groups) for each in value["places"])
+        return cls(groups=groups, offsets=offsets)
 
 
 def _sums(value: Mapping[str, Any]) -> MirroredSums:
     return MirroredSums(**{**value, "buckets": tuple(map(int, value["buckets"]))})
 
 
-def _place(value: Any, groups: tuple[MirroredSums, ...]) -> BucketPlace:
+def _offset(value: Any, groups: tuple[MirroredSums, ...]) -> BucketOffset:
     group, bucket, start = map(int, value)
     if not (
         0 <= group < len(groups)
@@ -107,4 +107,4 @@ def _place(value: Any, groups: tuple[MirroredSums, ...]) -> BucketPlace:
         and start >= 0
     ):
         raise ValueError(f"got place {value}")
-    return BucketPlace(group=group, bucket=bucket, start=start)
+    return BucketOffset(group=group, bucket=bucket, start=start)

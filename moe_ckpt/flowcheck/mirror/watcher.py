@@ -21,7 +21,11 @@ from moe_ckpt.flowcheck.mirror.frames import Stream, TcpSegment, segment_of
 from moe_ckpt.flowcheck.mirror.framing import Framing
 from moe_ckpt.flowcheck.mirror.gradients import Gradient
 from moe_ckpt.flowcheck.mirror.marks import StreamMark, find_mark
-from moe_ckpt.flowcheck.mirror.operations import Placed, StreamRecord, place_all
+from moe_ckpt.flowcheck.mirror.operations import (
+    LocatedMessages,
+    StreamRecord,
+    locate_all,
+)
 from moe_ckpt.flowcheck.mirror.plan import MirroredSums
 from moe_ckpt.flowcheck.mirror.ring import Ring, RingSend
 from moe_ckpt.flowcheck.mirror.tcp import Reassembly
@@ -40,7 +44,7 @@ class _WatchedStream:
         self._framing = Framing()
         self.record = StreamRecord()
         self.left: dict[int, tuple[RingSend, ...] | None] = {}
-        """Messages that were still to come, by operation that was placed."""
+        """Messages that were still to come, by operation that was located."""
 
     def feed(self, segment: TcpSegment) -> None:
         for chunk in self._reassembly.feed(segment):
@@ -119,7 +123,7 @@ class _Group:
     def merge(self) -> None:
         """Put together all final sums that have arrived, bucket after bucket.
 
-        After a loss, `Watcher.results` finds the places.
+        After a loss, `Watcher.results` finds the positions.
         """
         if self.before is None:
             return
@@ -275,7 +279,7 @@ class Watcher:
             number = len(results)
             if number == len(sends):
                 if any(
-                    _place(group, operation, of_bucket, remember=False)
+                    _locate(group, operation, of_bucket, remember=False)
                     for of_bucket in sends
                 ):
                     return []
@@ -284,10 +288,10 @@ class Watcher:
             if merge and merge.is_complete and merge.number == number:
                 results.append(merge.gradient)
                 continue
-            placed = _place(group, operation, sends[number], remember=True)
-            if placed:
+            located = _locate(group, operation, sends[number], remember=True)
+            if located:
                 results.append(Gradient(wanted.buckets[number]))
-                for each in placed:
+                for each in located:
                     for start, piece in each.final_sums():
                         results[-1].put(start, piece)
         return results
@@ -350,14 +354,14 @@ def _sends(
     return [[ring.sends(rank) for rank in range(size)] for ring in rings]
 
 
-def _place(
+def _locate(
     group: _Group,
     operation: int,
     sends: Sequence[Sequence[RingSend]],
     *,
     remember: bool,
-) -> list[Placed] | None:
-    """Return the places of an operation's messages in all streams.
+) -> list[LocatedMessages] | None:
+    """Return the positions of an operation's messages in the ring, by stream.
 
     Args:
         group: Group of the operation.
@@ -367,18 +371,18 @@ def _place(
             operation.
 
     Returns:
-        The places; None if the operation is not the all-reduce of `sends`.
+        The positions; None if the operation is not the all-reduce of `sends`.
     """
-    found: dict[int, Placed] = {}
+    found: dict[int, LocatedMessages] = {}
     for rank, stream in group.streams.items():
         messages = stream.record.of(operation)
         if messages:
-            placed = place_all(messages, sends[rank], stream.left.get(operation - 1))
-            if placed is None:
+            located = locate_all(messages, sends[rank], stream.left.get(operation - 1))
+            if located is None:
                 return None
-            found[rank] = placed
-    if not any(placed.messages for placed in found.values()):
+            found[rank] = located
+    if not any(located.messages for located in found.values()):
         return None
-    for rank, placed in found.items() if remember else ():
-        group.streams[rank].left[operation] = placed.left
+    for rank, located in found.items() if remember else ():
+        group.streams[rank].left[operation] = located.left
     return list(found.values())

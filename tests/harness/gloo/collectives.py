@@ -161,8 +161,8 @@ def all_to_all_single(group: Any, ranks: list[int]) -> Any:
 
     Every rank sends one token to the group's first rank, two to the second, and so on.
     """
-    place, size = ranks.index(own_rank()), len(ranks)
-    sent, received = [1 + other for other in range(size)], [1 + place] * size
+    index, size = ranks.index(own_rank()), len(ranks)
+    sent, received = [1 + other for other in range(size)], [1 + index] * size
     dist.all_to_all_single(
         output := torch.zeros(sum(received)),
         ones(sum(sent)),
@@ -174,17 +174,17 @@ def all_to_all_single(group: Any, ranks: list[int]) -> Any:
 
 
 def send(group: Any, ranks: list[int]) -> Any:
-    place, tensor = ranks.index(own_rank()), ones(2)
-    if place > 0:
-        dist.recv(tensor, ranks[place - 1], group=group)
-    if place < len(ranks) - 1:
-        dist.send(tensor, ranks[place + 1], group=group)
+    index, tensor = ranks.index(own_rank()), ones(2)
+    if index > 0:
+        dist.recv(tensor, ranks[index - 1], group=group)
+    if index < len(ranks) - 1:
+        dist.send(tensor, ranks[index + 1], group=group)
     return tensor
 
 
 def send_around(group: Any, ranks: list[int]) -> Any:
-    place = ranks.index(own_rank())
-    to, source = ranks[(place + 1) % len(ranks)], ranks[place - 1]
+    index = ranks.index(own_rank())
+    to, source = ranks[(index + 1) % len(ranks)], ranks[index - 1]
     sending = dist.P2POp(dist.isend, ones(2), to, group)
     receiving = dist.P2POp(dist.irecv, received := torch.zeros(2), source, group)
     for work in dist.batch_isend_irecv([sending, receiving]):
@@ -230,9 +230,9 @@ def plain(result: Any) -> Any:
     )
 
 
-def call_all(places: list[tuple[Any, list[int]]]) -> dict[str, Any]:
+def call_all(group_ranks: list[tuple[Any, list[int]]]) -> dict[str, Any]:
     """Return each collective's results, by name, in all groups that have this rank."""
-    mine = [(group, ranks) for group, ranks in places if own_rank() in ranks]
+    mine = [(group, ranks) for group, ranks in group_ranks if own_rank() in ranks]
     return {
         call.__name__: [plain(call(group, ranks)) for group, ranks in mine]
         for call in COLLECTIVES
@@ -260,12 +260,12 @@ def over_generations(
     The world has three ranks.
     """
     groups = open_groups(own_rank(), 3, transport=transport)
-    places, store = make_groups(backend), open_store(folder)
+    group_ranks, store = make_groups(backend), open_store(folder)
     results = []
     for generation in generations:
         groups.form(open_store(folder), generation)
-        results.append(call_all(places))
-        assert places[0][0] is dist.group.WORLD
+        results.append(call_all(group_ranks))
+        assert group_ranks[0][0] is dist.group.WORLD
         meet(store, f"the end of {generation}", 3)
         groups.leave()
     return results

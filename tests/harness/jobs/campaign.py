@@ -141,7 +141,7 @@ class Fault:
     """Whether any rank reads a peer's copies."""
 
     resumed: str = ""
-    """Place on disk that all ranks load: `local disk` or the name of a checkpoint."""
+    """Source on disk that all ranks load: `local disk` or the name of a checkpoint."""
 
     steps_down: Sequence[tuple[int, str]] = ()
     """States that ranks load after `resumed` and that turn out to be corrupt.
@@ -253,7 +253,7 @@ class Stretch:
 
     @property
     def resumed(self) -> list[str]:
-        """The places on disk that the rank has loaded in the recovery."""
+        """The sources on disk that the rank has loaded in the recovery."""
         return [
             Path(event.source).name
             for event in self.recovery

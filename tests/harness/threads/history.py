@@ -37,10 +37,10 @@ ROLES = {
 }
 """Parts of an expert that are as old as the expert's unit, by the setting `partial`."""
 
-PlaceOf = Callable[[int, int], str]
+LevelOf = Callable[[int, int], str]
 """Maps a stage and an expert to a field of `ExpertsChosen`.
 
-The field is named after the place from which the expert's unit was loaded.
+The field is named after the level from which the expert's unit was loaded.
 """
 
 
@@ -83,7 +83,7 @@ class History:
         self.epochs[rank][-1].append(_state(iteration, model))
 
     def check_recovery(
-        self, epoch: int = 1, place_of: PlaceOf = from_memory, partial: str = "both"
+        self, epoch: int = 1, level_of: LevelOf = from_memory, partial: str = "both"
     ) -> int:
         """Compare an epoch's first state, and the lost tokens, with the epoch before.
 
@@ -91,7 +91,7 @@ class History:
 
         Args:
             epoch: The epoch that the recovery began.
-            place_of: Places from which units were loaded.
+            level_of: Levels from which units were loaded.
             partial: The job's setting `partial`, a key of `ROLES`.
 
         Returns:
@@ -103,7 +103,7 @@ class History:
             ranks = [rank for rank in self._job.ranks if shape.stage_of(rank) == stage]
             versions = {
                 expert: self._saved_at(
-                    ranks[0], expert, place_of(stage, expert), epoch - 1, back_to
+                    ranks[0], expert, level_of(stage, expert), epoch - 1, back_to
                 )
                 for expert in range(shape.experts)
             }
@@ -167,9 +167,9 @@ class History:
             )
 
     def _saved_at(
-        self, rank: int, expert: int, place: str, epoch: int, back_to: int
+        self, rank: int, expert: int, level: str, epoch: int, back_to: int
     ) -> int:
-        """Return the last iteration up to `back_to` that saved an expert in a place."""
+        """Return the last iteration up to `back_to` that saved an expert on a level."""
         chosen = [
             event
             for event in self._events(rank, epoch)
@@ -178,7 +178,7 @@ class History:
         return max(
             each.iteration
             for each in chosen
-            if each.iteration <= back_to and expert in getattr(each, place)[0]
+            if each.iteration <= back_to and expert in getattr(each, level)[0]
         )
 
     def _by_iteration(self, rank: int, epoch: int) -> dict[int, State]:

@@ -37,7 +37,7 @@ from moe_ckpt.elastic.status_page import ANY_ITERATION, StatusPage
 from moe_ckpt.engine.assembly import InMemoryAssembly, InMemoryPolicy
 from moe_ckpt.engine.computed_snapshots import NOTHING_COMPUTED
 from moe_ckpt.engine.in_memory import InMemoryCheckpointing
-from moe_ckpt.engine.interfaces import RankAdapter, StagePlace
+from moe_ckpt.engine.interfaces import RankAdapter, RankPosition
 from moe_ckpt.engine.rank_memory import RankMemory
 from moe_ckpt.engine.session import Session
 from moe_ckpt.engine.token_account import TokenRate
@@ -691,7 +691,7 @@ class ThreadJob:
         Afterwards no write to disk is in progress.
         """
         tier, memory = self.in_memory(rank).tier, self.rank_memory(rank)
-        tier.settle()
+        tier.finish_snapshot()
         window, publisher = memory.snapshots.in_flight(), memory.publisher
         if window and publisher:
             publisher.has_copies(window.snapshots)
@@ -865,14 +865,14 @@ class ThreadJob:
     ) -> Session:
         assert self.config is not None
         host_ranks = cast("Ranks", HostRanks(ranks, self.sent_between_hosts[rank]))
-        place = place_of(self.identity, self.shape, ranks, stage, host_ranks)
+        position = position_of(self.identity, self.shape, ranks, stage, host_ranks)
         neighbours = sum(
             neighbour is not None
             for neighbour in (model.previous_rank, model.next_rank)
         )
         tied = model.tied_weight()
         adapter = RankAdapter(
-            place=place,
+            position=position,
             stage=model,
             operators=model,
             communicator=model.communicator,
@@ -992,22 +992,22 @@ class ThreadJob:
         return folder
 
 
-def place_of(
+def position_of(
     identity: RunIdentity,
     shape: Shape,
     ranks: ThreadRanks,
     stage_ranks: ThreadRanks,
     host_ranks: Ranks,
-) -> StagePlace:
+) -> RankPosition:
     rank, dp_rank = ranks.rank, ranks.rank % shape.dp
-    places = {
+    axes = {
         "pp_rank": shape.stage_of(rank),
         "ep_rank": dp_rank % shape.ep,
         "dp_rank": dp_rank,
     }
-    return StagePlace(
+    return RankPosition(
         identity=identity,
-        shard=ShardIdentity(global_rank=rank, tp_rank=0, etp_rank=0, **places),
+        shard=ShardIdentity(global_rank=rank, tp_rank=0, etp_rank=0, **axes),
         ranks=ranks,
         stage_ranks=stage_ranks,
         host_ranks=host_ranks,

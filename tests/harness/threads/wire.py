@@ -16,7 +16,7 @@ import torch
 
 from moe_ckpt.collectives import Ranks
 from moe_ckpt.flowcheck.mirror.marks import GROUP_BYTES, mark_of
-from moe_ckpt.flowcheck.mirror.plan import BucketPlace, MirroredSums
+from moe_ckpt.flowcheck.mirror.plan import BucketOffset, MirroredSums
 from moe_ckpt.flowcheck.mirror.ring import Ring
 from moe_ckpt.snapshot.codec import MASTER, PartKey
 from tests.harness.threads.model import Model, Weight
@@ -147,7 +147,7 @@ class ModelMirror:
         self._wire = wire
         self._group = b""
         self._num_operations = 0
-        self.places: Mapping[PartKey, BucketPlace] = self._find_places()
+        self.offsets: Mapping[PartKey, BucketOffset] = self._find_offsets()
         model.on_reduced = self._reduced
 
     def mark(self) -> None:
@@ -197,12 +197,13 @@ class ModelMirror:
     def _reduced_weights(self) -> list[Weight]:
         return [weight for weight in self._model.weights.values() if weight.is_sharded]
 
-    def _find_places(self) -> dict[PartKey, BucketPlace]:
-        places, start, tied = dict[PartKey, BucketPlace](), 0, self._model.tied_weight()
+    def _find_offsets(self) -> dict[PartKey, BucketOffset]:
+        offsets = dict[PartKey, BucketOffset]()
+        start, tied = 0, self._model.tied_weight()
         for weight in self._reduced_weights():
             if weight is not tied and weight.master.numel():
-                places[weight.key(MASTER)] = BucketPlace(
+                offsets[weight.key(MASTER)] = BucketOffset(
                     group=0, bucket=0, start=start + weight.range[0]
                 )
             start += weight.gradient.numel()
-        return places
+        return offsets

@@ -74,14 +74,14 @@ def locate(model: torch.nn.Module, name: str) -> OperatorId:
 def _locate_in_layer(
     mlp: Any, rest: str, *, layer: int, mtp_depth: int | None
 ) -> OperatorId:
-    place = {"layer": layer, "mtp_depth": mtp_depth}
+    position = {"layer": layer, "mtp_depth": mtp_depth}
     if rest.startswith("mlp.router."):
-        return OperatorId(kind=OperatorKind.GATE, **place)
+        return OperatorId(kind=OperatorKind.GATE, **position)
     if rest.startswith("mlp.experts."):
         match = _SEQUENTIAL_EXPERT.match(rest) or _GROUPED_EXPERT.match(rest)
         # a grouped layer has the scales of all of its experts in one tensor
         if match is None and is_scaling(rest):
-            return OperatorId(kind=OperatorKind.BLOCK, **place)
+            return OperatorId(kind=OperatorKind.BLOCK, **position)
         if match is None:
             raise ConfigError(
                 f"snapshots in memory: {rest!r} holds several experts, wanted one"
@@ -90,9 +90,9 @@ def _locate_in_layer(
         return OperatorId(
             kind=OperatorKind.EXPERT,
             expert=mlp.local_expert_indices[int(match[1])],
-            **place,
+            **position,
         )
-    return OperatorId(kind=OperatorKind.BLOCK, **place)
+    return OperatorId(kind=OperatorKind.BLOCK, **position)
 
 
 def front_to_back(operator: OperatorId) -> tuple[int, ...]:
