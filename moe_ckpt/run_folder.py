@@ -3,7 +3,9 @@
 run.json                identity of the run, clock origin, command line, versions
 config.yaml             the configuration as composed
 events/rankNNNN.jsonl   events of each rank, over all restarts
-checkpoints/            files that `ckpt` saves
+checkpoints/            whole checkpoints
+snapshots/rankNNNN/     snapshots on disk, unless `ckpt.disk_path` names another folder
+course.json             settings that decide the states of the run
 tensorboard/            scalars
 result.json             at the end: losses, wall time, digest
 lock                    the job that uses the folder: `run_lock`

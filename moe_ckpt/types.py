@@ -248,7 +248,7 @@ class OperatorTable:
         moments = self.owned.moments
         return None if moments is None else self.owned.dense(moments)
 
-    def named(self, operators: Sequence[OperatorId]) -> OperatorTable:
+    def with_operators(self, operators: Sequence[OperatorId]) -> OperatorTable:
         """Return a table of other operators that shares the bytes of this table."""
         found = copy.copy(self)
         found.operators = operators

@@ -1,7 +1,8 @@
-"""Cuts a time of one rank that has events: recoveries, restarts, evaluations.
+"""Divides the time of one rank into parts: recovery, restart, evaluation, iterations.
 
-The module is pure. An event is written at the end of the work that the event describes,
-so each event closes stretches that began before the event:
+The module is pure, and walks through the rank's events in order of time. An event is
+written at the end of the work that the event describes, so each event closes stretches
+that began before the event:
 
     `last commit   `death      `found     `all together             `Rejoined
     |     lost     | detection |  rebuild | fetch | waiting, replay | other | iteration

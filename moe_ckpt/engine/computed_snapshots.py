@@ -1,7 +1,8 @@
 """The seams to processes that compute a rank's snapshots from the rank's gradients.
 
-Owns: the two Protocols, and their implementations for jobs without such processes.
-Must not: know how gradients travel, or where snapshots are computed.
+`moe_ckpt.flowcheck` implements the seams with checkpoint servers. Owns: the two
+Protocols, and their implementations for jobs without such processes. Must not: know how
+gradients travel, or where snapshots are computed.
 
     GradientSink      the in-memory tier gives the sink each iteration's gradients, in
                       place of a snapshot
@@ -23,7 +24,8 @@ from moe_ckpt.types import ReadyGradients
 
 
 class GradientSink(Protocol):
-    """Receives a rank's gradients. All methods but `clear` are collective."""
+    """Receives a rank's gradients. All methods but
+    `hand_over` and `ranks_were_lost` are collective."""
 
     goes_on: bool
     """Whether the sink has all gradients so far, on all ranks. False: the next state is
@@ -51,11 +53,11 @@ class GradientSink(Protocol):
         """
         ...
 
-    def reset(self) -> None:
+    def begin_with_snapshot(self) -> None:
         """Begin with the whole snapshot that every rank is about to take."""
         ...
 
-    def clear(self) -> None:
+    def ranks_were_lost(self) -> None:
         """Forget the progress of the sink after ranks were lost."""
         ...
 
@@ -95,11 +97,11 @@ class SnapshotSource(Protocol):
         """
         ...
 
-    def release(self) -> None:
+    def free_fetched(self) -> None:
         """Free the memory of fetched snapshots, which this rank has loaded by now."""
         ...
 
-    def abandon(self) -> None:
+    def drop_strays(self) -> None:
         """Drop the listed snapshots that no holder of this rank keeps up to date.
 
         All ranks may abandon these states later.
@@ -121,10 +123,10 @@ class NoSink:
     def adopt(self, iteration: int) -> bool:  # noqa: ARG002
         return False
 
-    def reset(self) -> None:
+    def begin_with_snapshot(self) -> None:
         """Do nothing."""
 
-    def clear(self) -> None:
+    def ranks_were_lost(self) -> None:
         """Do nothing."""
 
 
@@ -140,10 +142,10 @@ class NoSource:
     def fetch(self, holder: int, keys: Sequence[str]) -> int:
         raise AssertionError(f"holder {holder} has no computed snapshots: {keys}")
 
-    def release(self) -> None:
+    def free_fetched(self) -> None:
         """Do nothing."""
 
-    def abandon(self) -> None:
+    def drop_strays(self) -> None:
         """Do nothing."""
 
 

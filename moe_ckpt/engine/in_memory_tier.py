@@ -150,7 +150,7 @@ class InMemoryTier:
         if self._sink.goes_on:
             self._hand_over(plan)
             return
-        self._sink.reset()
+        self._sink.begin_with_snapshot()
         if self._agreement.awaits:
             # decide first: otherwise the window in flight is dropped, and was taken for
             # nothing
@@ -269,7 +269,7 @@ class InMemoryTier:
         self._meter.drop_snapshot()
         self._stage.abandon_pass()
         self._operators.freeze(())  # an interrupted replay leaves operators frozen
-        self._sink.clear()
+        self._sink.ranks_were_lost()
         # the copier still reads tensors that the recovery overwrites
         self.finish_snapshot()
         # after `finish_snapshot`: the last snapshot may complete a window that other

@@ -490,11 +490,12 @@ class Session:
 
         From then on all surviving ranks can take the step.
         """
-        # peers must hold this rank's start of the iteration before any rank steps:
-        # without the start a lost memory cannot replay
+        # no rank steps before peers hold this rank's start of the iteration: without
+        # the start a lost memory cannot replay. After a failed copy training goes on
+        # without, and such a loss costs iterations
         publisher = in_memory.parts.memory.publisher
         if publisher:
-            publisher.has_copies_of_step(iteration)
+            publisher.await_copies_of_step(iteration)
         # before the barrier: other ranks may leave the barrier and step while a death
         # cuts this rank off inside the barrier
         self._state.prepare(gradients)

@@ -89,7 +89,7 @@ def share_profiles(
         kind: _unpack(received[start : start + lengths[kind]])
         for kind, start in starts.items()
     }
-    profiles = [_moved(kinds[kind], layer) for kind, _, layer in stages]
+    profiles = [_with_layers_shifted(kinds[kind], layer) for kind, _, layer in stages]
     return SharedProfiles(description=description, stages=profiles)
 
 
@@ -119,10 +119,10 @@ def _pack(table: OperatorTable, origin: int, logs: list[int]) -> bytes:
     return pack_rows(shifted(table.operators, -origin), np.concatenate([facts, *kinds]))
 
 
-def _moved(stage: StageProfile, layers: int) -> StageProfile:
-    """Return the stage with `layers` added to the number of each layer."""
-    operators = shifted(stage.table.operators, layers)
-    return replace(stage, table=stage.table.named(operators))
+def _with_layers_shifted(stage: StageProfile, by: int) -> StageProfile:
+    """Return the stage with `by` added to the layer numbers that `packed` shifts."""
+    operators = shifted(stage.table.operators, by)
+    return replace(stage, table=stage.table.with_operators(operators))
 
 
 def _unpack(packed: bytes) -> StageProfile:

@@ -114,7 +114,7 @@ class CopySurvey:
         """
         publisher, dropped = self._memory.publisher, self._has_dropped_all
         self._has_dropped_all = False
-        self._computed.abandon()
+        self._computed.drop_strays()
         if publisher:
             # a rank without windows lets peers keep the rank's blobs, which may be the
             # last source

@@ -310,7 +310,9 @@ class WindowAgreement:
             return _Found.NOT_YET
         with self._meter.waiting():
             return (
-                _Found.ALL if publisher.has_copies(window.snapshots) else _Found.NOTHING
+                _Found.ALL
+                if publisher.await_copies(window.snapshots)
+                else _Found.NOTHING
             )
 
     def _peer_bytes_per_s(self) -> float:

@@ -92,7 +92,7 @@ class WindowRecovery:
         executed_iters = self._stage_recovery.carry_out(
             plan, live=is_there, progress=state.replay_reached
         )
-        self._computed.release()
+        self._computed.free_fetched()
         # drop later records, too: with these records a window would claim to lead to
         # iterations that no rank has reached
         self._keep_safest()

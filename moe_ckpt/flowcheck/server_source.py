@@ -79,11 +79,11 @@ class ServerSource:
             timeout_s=self._elastic.copy_s,
         )
 
-    def release(self) -> None:
+    def free_fetched(self) -> None:
         if self._holders.use_hosts:
             self.near.clear()
 
-    def abandon(self) -> None:
+    def drop_strays(self) -> None:
         strays = [
             holder
             for holder, keys in self._listed.items()

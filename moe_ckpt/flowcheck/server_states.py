@@ -5,10 +5,12 @@ ranks on when the stream of gradients continues; when host memory and servers ma
 older states. Must not: take whole snapshots (the tier does, at the start of a stream
 and after a gap). FlowCheck, sections 4 to 6.
 
-    reset      servers find the streams of the groups, if they capture gradients
-    ready(t)   copy gradients; agree on the newest iteration that all servers have,
-               and on gaps in any stream
-    take(t)    hand over t, or, after a gap, a whole snapshot of t on every rank
+    begin_with_snapshot   servers find the streams of the groups, if they capture
+                          gradients
+    ready(t)              copy gradients; agree on the newest iteration that all
+                          servers have, and on gaps in any stream
+    hand_over(t)          servers compute t; after a gap every rank takes a whole
+                          snapshot instead
 """
 
 from __future__ import annotations
@@ -66,8 +68,9 @@ class Mirror(Protocol):
 class ServerStates:
     """Implements `GradientSink`: the states of one rank on checkpoint servers.
 
-    All methods except `clear` and `hand_over` are collective over all ranks. With a
-    mirror, servers capture gradients, unless all servers with mirror ports are gone.
+    All methods except `ranks_were_lost` and `hand_over` are collective over all ranks.
+    With a mirror, servers capture gradients, unless all servers with mirror ports are
+    gone.
 
     Attributes:
         goes_on: Whether the stream of gradients is intact on all ranks, so that servers
@@ -238,14 +241,14 @@ class ServerStates:
         self._stream.begin(base.snapshots[0])
         return True
 
-    def reset(self) -> None:
+    def begin_with_snapshot(self) -> None:
         """Begin the stream with the whole snapshot that every rank is about to take."""
         self._stream.reset()
         self._agree_on_servers()
         self._mark()
         self.goes_on = False
 
-    def clear(self) -> None:
+    def ranks_were_lost(self) -> None:
         """Forget the progress of the servers after ranks were lost.
 
         The progress is requested again.

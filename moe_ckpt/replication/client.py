@@ -42,7 +42,7 @@ def daemon_socket(rank_folder: Path) -> Path:
 
 
 class DaemonClient:
-    """Client of a rank's daemon, for any thread.
+    """Client of a rank's daemon, for any thread; implements `copy_ledger.Copies`.
 
     The daemon receives requests in the order in which the client sends them.
     """

@@ -327,7 +327,7 @@ class Publisher:
         """
         self.drop([*map(start_key, starts), *map(step_key, steps)])
 
-    def has_copies_of_step(self, iteration: int) -> bool:
+    def await_copies_of_step(self, iteration: int) -> bool:
         """Wait until peers hold the record of an iteration, with its start.
 
         Returns:
@@ -341,7 +341,7 @@ class Publisher:
             [step_key(iteration)]
         )
 
-    def has_copies(self, snapshots: Sequence[Snapshot]) -> bool:
+    def await_copies(self, snapshots: Sequence[Snapshot]) -> bool:
         """Wait until peers hold these snapshots of a window, and the window's steps.
 
         Returns:
@@ -353,7 +353,7 @@ class Publisher:
         return self._ledger.wait_until_copied(self._copied_keys_of(snapshots))
 
     def awaits_copies(self, snapshots: Sequence[Snapshot]) -> bool:
-        """Return whether `has_copies` would wait for these snapshots."""
+        """Return whether `await_copies` would wait for these snapshots."""
         return self._ledger.is_under_way(self._copied_keys_of(snapshots))
 
     def persist(

@@ -100,8 +100,8 @@ class StepLog:
     leads to the start: after a snapshot of the whole state.
     """
 
-    def __init__(self, daemon: StepPublisher | None = None) -> None:
-        self._daemon = daemon
+    def __init__(self, publisher: StepPublisher | None = None) -> None:
+        self._publisher = publisher
         self._starts: dict[int, Mapping[str, torch.Tensor]] = {}
         self._records: dict[int, StepRecord] = {}
         self._published: set[int] = set()  # iterations whose starts are published alone
@@ -132,7 +132,7 @@ class StepLog:
         starts: Mapping[int, Mapping[str, torch.Tensor]],
         records: Mapping[int, StepRecord],
     ) -> None:
-        """Take over the entries of an earlier process from its daemon."""
+        """Take over the entries of an earlier process from its publisher."""
         self._starts |= starts
         self._records |= records
         # some starts came with a record: dropping such a start twice does no harm
@@ -164,20 +164,20 @@ class StepLog:
         """Log the start of `iteration`, in place of an earlier start."""
         self._starts[iteration] = small_state
         # published anew: the contents may differ
-        if self._daemon and iteration in self._published:
-            self._daemon.add_start(iteration, small_state)
+        if self._publisher and iteration in self._published:
+            self._publisher.add_start(iteration, small_state)
 
     def publish_start(self, iteration: int) -> None:
         """Publish a logged start, unless the same contents are published already."""
-        if self._daemon and iteration not in self._published:
-            self._daemon.add_start(iteration, self._starts[iteration])
+        if self._publisher and iteration not in self._published:
+            self._publisher.add_start(iteration, self._starts[iteration])
         self._published.add(iteration)
 
     def add(self, record: StepRecord) -> None:
         """Log a record, in place of an earlier record of the same iteration."""
         self._records[record.iteration] = record
-        if self._daemon:
-            self._daemon.add_step(record, self._starts.get(record.iteration))
+        if self._publisher:
+            self._publisher.add_step(record, self._starts.get(record.iteration))
 
     def has_start(self, iteration: int) -> bool:
         """Return whether the start of an iteration is logged."""
@@ -240,8 +240,8 @@ class StepLog:
             del self._records[old]
         published = self._published.intersection(starts)
         self._published -= published
-        if self._daemon and (published or records):
-            self._daemon.drop_steps(sorted(published), records)
+        if self._publisher and (published or records):
+            self._publisher.drop_steps(sorted(published), records)
 
 
 def _found(logged: Mapping[int, T], iteration: int) -> T:

@@ -272,27 +272,27 @@ class SnapshotMemory:
     """Snapshots of this rank, for one thread.
 
     Added snapshots belong to `SnapshotMemory`. Once no version needs a snapshot,
-    `SnapshotMemory` has `daemon` drop the snapshot, and releases the snapshot's buffer.
-    The caller may read a returned window only until the next call that changes the
-    memory.
+    `SnapshotMemory` has `publisher` drop the snapshot, and releases the snapshot's
+    buffer. The caller may read a returned window only until the next call that changes
+    the memory.
     """
 
     def __init__(
         self,
         buffers: HostBuffers,
         keep_windows: int,
-        daemon: SnapshotPublisher | None = None,
+        publisher: SnapshotPublisher | None = None,
     ) -> None:
         """Begin without snapshots.
 
         Args:
             buffers: Pool from which the payloads of all snapshots are acquired.
             keep_windows: Number of windows to keep, at least 1.
-            daemon: Stores the snapshots elsewhere as well; None: no daemon.
+            publisher: Stores the snapshots elsewhere as well; None: nothing does.
         """
         assert keep_windows >= 1, keep_windows
         self._buffers = buffers
-        self._daemon = daemon
+        self._publisher = publisher
         self._keep_windows = keep_windows
         self._in_flight: Window | None = None
         self._kept_versions: list[Version] = []  # newest first
@@ -565,8 +565,8 @@ class SnapshotMemory:
         dropped = [snapshot for snapshot in before if snapshot.payload not in stay]
         # dropped before the release: no peer may read a payload whose memory is filled
         # anew
-        if self._daemon and dropped:
-            self._daemon.drop_snapshots(dropped)
+        if self._publisher and dropped:
+            self._publisher.drop_snapshots(dropped)
         for snapshot in dropped:
             self._buffers.release(snapshot.payload)
 

@@ -96,7 +96,7 @@ def record_without_confirmation(trace: Path) -> None:
     record(trace)
     wrap(
         Publisher,
-        "has_copies",
+        "await_copies",
         lambda call, own, snapshots: not is_first(snapshots) or call(own, snapshots),
     )
     wrap(

@@ -298,7 +298,7 @@ def test_a_wait_for_copies_ends_as_ranks_are_lost(tmp_path: Path) -> None:
     life.begin(set())
     life.log(5)
     with ThreadPoolExecutor() as training:
-        copied = training.submit(life.publisher.has_copies_of_step, 5)
+        copied = training.submit(life.publisher.await_copies_of_step, 5)
         while not life.waits and not copied.done():
             pass
         life.publisher.waits.interrupt()
@@ -307,11 +307,13 @@ def test_a_wait_for_copies_ends_as_ranks_are_lost(tmp_path: Path) -> None:
     assert life.waits == [True, False]
     life.publisher.waits.interrupt()
     with pytest.raises(PeersLostError):
-        life.publisher.has_copies_of_step(5)
+        life.publisher.await_copies_of_step(5)
     life.publisher.stop_copying()
     life.begin(set())
     peers.answer()
-    assert life.publisher.has_copies_of_step(5), "the wait ended, the copy did not fail"
+    assert life.publisher.await_copies_of_step(5), (
+        "the wait ended, the copy did not fail"
+    )
 
 
 def test_a_wait_for_a_disk_ends_as_ranks_are_lost(tmp_path: Path) -> None:
@@ -375,7 +377,7 @@ def test_peers_are_not_told_to_forget_new_copies(
         peers.answer()
         training.join()
     peers.answer()
-    assert life.publisher.has_copies_of_step(5)
+    assert life.publisher.await_copies_of_step(5)
     assert peers.held == {"step-4", *STEP_5}
 
 
@@ -392,7 +394,7 @@ def test_a_blob_that_one_of_two_peers_lacks_is_copied(
     life = live()
     life.begin({"start-5", *STEP_5}, {"start-5"})
     assert peers.held == STEP_5
-    assert life.publisher.has_copies_of_step(5)
+    assert life.publisher.await_copies_of_step(5)
 
 
 def test_a_start_noted_again_before_copying_is_copied_again(
@@ -415,14 +417,14 @@ def test_copies_that_fail_are_waited_for_once(life: Life, peers: Peers) -> None:
     peers.fails = True
     for iteration in (5, 6):
         life.log(iteration)
-        assert not life.publisher.has_copies_of_step(iteration)
+        assert not life.publisher.await_copies_of_step(iteration)
         assert life.waits == [True, False], (
             "an iteration is not to wait for what has failed already"
         )
     peers.fails = False
     life.publisher.stop_copying()
     life.begin(set())
-    assert life.publisher.has_copies_of_step(6)
+    assert life.publisher.await_copies_of_step(6)
 
 
 def test_a_window_counts_as_copied_with_its_steps_only(
@@ -436,7 +438,7 @@ def test_a_window_counts_as_copied_with_its_steps_only(
     life.log(5)
     life.persist(4)
     snapshots = life.memory.windows()[0].snapshots
-    assert life.publisher.has_copies(snapshots)
+    assert life.publisher.await_copies(snapshots)
     lacking = peers.held - STEP_5
     assert [
         life.publisher.num_copies(snapshots, [held]) for held in (peers.held, lacking)
@@ -444,7 +446,7 @@ def test_a_window_counts_as_copied_with_its_steps_only(
     peers.fails = True
     life.steps.add(life.steps.record(5))
     assert not life.publisher.awaits_copies(snapshots)
-    assert not life.publisher.has_copies(snapshots)
+    assert not life.publisher.await_copies(snapshots)
 
 
 def fetch_of(

@@ -142,7 +142,7 @@ class Owner:
         taken = self.engine.collect(wait=True)
         assert taken
         (snapshot,) = taken.snapshots
-        assert self.publisher.has_copies([snapshot])
+        assert self.publisher.await_copies([snapshot])
         (key,) = (
             key
             for key in self.peer.keys()  # noqa: SIM118

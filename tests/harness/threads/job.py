@@ -694,7 +694,7 @@ class ThreadJob:
         tier.finish_snapshot()
         window, publisher = memory.snapshots.in_flight(), memory.publisher
         if window and publisher:
-            publisher.has_copies(window.snapshots)
+            publisher.await_copies(window.snapshots)
         tier.finish_persisting()
         if self._has_servers:
             client = self.clients[rank]
