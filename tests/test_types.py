@@ -76,6 +76,6 @@ def test_pairs_without_bytes_are_not_kept() -> None:
 def test_a_table_with_other_names_shares_the_bytes(layer: int) -> None:
     full = np.ones((2, 3), np.int64)
     table = OperatorTable(operators=named(3), full_bytes=full, compute_bytes=full)
-    other = table.named(named(3, layer))
+    other = table.with_operators(named(3, layer))
     assert (table.operators, other.operators) == (named(3), named(3, layer))
     assert other.owned is table.owned

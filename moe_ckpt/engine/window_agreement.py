@@ -309,11 +309,8 @@ class WindowAgreement:
         if not wait and publisher.awaits_copies(window.snapshots):
             return _Found.NOT_YET
         with self._meter.waiting():
-            return (
-                _Found.ALL
-                if publisher.await_copies(window.snapshots)
-                else _Found.NOTHING
-            )
+            has_copies = publisher.await_copies(window.snapshots)
+            return _Found.ALL if has_copies else _Found.NOTHING
 
     def _peer_bytes_per_s(self) -> float:
         """Return the rate to each peer, in bytes per second."""
