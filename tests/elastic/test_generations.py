@@ -30,6 +30,7 @@ from moe_ckpt.elastic.generations import (
     Membership,
 )
 from moe_ckpt.elastic.process_failure import Death, FaultClass
+from moe_ckpt.elastic.process_groups import ElasticGroups
 from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.errors import PeersLostError
 from moe_ckpt.types import Phase
@@ -469,7 +470,7 @@ def finish_in_each_life(folder: str, incarnation: int) -> tuple[float, bool, str
     total = sum_of_ranks()
     membership.finish()
     is_lost = membership.lost(PeersLostError("too late"))
-    membership._groups = SimpleNamespace(form=raise_error)  # type: ignore[assignment]
+    ElasticGroups.form = raise_error  # type: ignore[method-assign]
     with pytest.raises(PeersLostError) as lost:
         membership.join()
     return total, is_lost, str(lost.value)

@@ -6,6 +6,7 @@ One table of operations holds for both stores.
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,13 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from datetime import timedelta
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 import torch.distributed as dist
 
 from moe_ckpt.config import parse_endpoints
 from moe_ckpt.elastic import etcd_client, etcd_store
-from moe_ckpt.elastic.etcd_client import EtcdClient
+from moe_ckpt.elastic.etcd_client import EtcdClient, read
 from moe_ckpt.elastic.etcd_store import EtcdStore
 from moe_ckpt.replication.messages import Address
 from moe_ckpt.run_settings import runtime_config
@@ -206,13 +208,13 @@ def test_one_connection_wins_a_swap(connect: Connect, part: str) -> None:
 
 
 @pytest.fixture
-def cut(etcd: EtcdServer, stack: ExitStack) -> tuple[EtcdStore, Proxy]:
+def cut(etcd: EtcdServer, part: str, stack: ExitStack) -> tuple[EtcdStore, Proxy]:
     """Return a store, and the proxy before etcd, whose connections the test may cut."""
     proxy = Proxy(Address(host="127.0.0.1", port=etcd.port))
     stack.callback(proxy.close)
     client = EtcdClient([("127.0.0.1", proxy.address.port)], "job/lease")
     stack.callback(client.close)
-    return EtcdStore(client, f"job/cut{next(_part)}/", WAIT_S), proxy
+    return EtcdStore(client, f"job/{part}/", WAIT_S), proxy
 
 
 REPEATED = {
@@ -238,7 +240,7 @@ def test_a_request_whose_answer_was_lost_counts_once(
 
 
 def test_a_lost_answer_counts_once_though_others_added_meanwhile(
-    etcd: EtcdServer, cut, monkeypatch
+    etcd: EtcdServer, cut, part: str, monkeypatch
 ) -> None:
     """The second key of an addition proves that etcd has carried the addition out.
 
@@ -246,9 +248,9 @@ def test_a_lost_answer_counts_once_though_others_added_meanwhile(
     """
     store, proxy = cut
     with closing(client_of(etcd)) as client:
-        other = EtcdStore(client, store._prefix, WAIT_S)
+        other = EtcdStore(client, f"job/{part}/", WAIT_S)
         assert (store.add("a", 1), other.add("a", 1)) == (1, 2)
-        store._read(["a"])
+        store.check(["a"])
         monkeypatch.setattr(etcd_client, "_AGAIN_S", 0.3)
         proxy.damages.append(Damage(offset=0, from_client=False, cut=True))
         proxy.cut_all()
@@ -266,7 +268,7 @@ def test_a_change_between_the_look_and_the_watch_is_seen(
 ) -> None:
     with closing(client_of(etcd)) as client:
         store = EtcdStore(client, f"job/{part}/", WAIT_S)
-        _, revision = store._read(["a"])
+        revision = client.transact([], [read(f"job/{part}/a")]).revision
         store.set("a", "1")
         since_s = time.monotonic()
         client.watch(f"job/{part}/a", revision + 1, WAIT_S)
@@ -311,6 +313,14 @@ def test_a_cluster_that_never_answers_is_an_error(
         EtcdStore(client, "job/", WAIT_S).check(["a"])
 
 
+def revoke(etcd: EtcdServer, lease: str) -> None:
+    request = Request(
+        f"http://{etcd.endpoint}/v3/lease/revoke", json.dumps({"ID": lease}).encode()
+    )
+    with urlopen(request, timeout=WAIT_S) as answer:
+        assert answer.status == 200
+
+
 def test_all_keys_end_with_the_jobs_lease(etcd: EtcdServer, part: str) -> None:
     """Two clients, as of two processes, find one lease."""
     with ExitStack() as stack:
@@ -323,9 +333,10 @@ def test_all_keys_end_with_the_jobs_lease(etcd: EtcdServer, part: str) -> None:
         one.set("a", "1")
         other.add("b", 1)
         other.compare_set("c", "", "1")
-        assert clients[0]._lease == clients[1]._lease != ""
         assert one.check(["a", "b", "c"])
-        clients[1]._ask("/v3/lease/revoke", {"ID": clients[1]._lease})
+        [lease] = clients[1].transact([], [read(f"{part}/lease")]).entries
+        assert lease is not None
+        revoke(etcd, lease.value.decode())
         assert not any(other.check([key]) for key in ("a", "b", "c", "lease"))
         with pytest.raises(dist.DistNetworkError, match="lease not found"):
             one.set("a", "1")

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ckpt.elastic import nccl_backend
-from moe_ckpt.elastic.nccl_backend import NcclBackend, _Made
+from moe_ckpt.elastic.nccl_backend import NcclBackend
 from moe_ckpt.errors import ConfigError, PeersLostError
 from tests.harness.gloo.ranks import RankFailedError, run_ranks
 from tests.harness.gloo.transports import passes
@@ -155,13 +155,14 @@ def test_a_failed_operation_aborts_nothing_before_its_generation_has_ended(
     nccl: NcclBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next wait for the device raises the error of the operation."""
-    work, backend = Launched(), SimpleNamespace(get_error=lambda: ErrorType.SUCCESS)
+    work = Launched()
     nccl.wait(work)
     assert work.is_awaited
-    monkeypatch.setattr(nccl, "_made", [_Made(backend=backend, group=None)])
+    monkeypatch.setattr(Connected, "error", ErrorType.SUCCESS)
+    hold(nccl, StuckGroup())
     FakeEvent.looks = 5
     nccl.sync(lambda: False, WAIT_S)
-    backend.get_error = lambda: ErrorType.COMM_ERROR
+    monkeypatch.setattr(Connected, "error", ErrorType.COMM_ERROR)
     FakeEvent.looks = 5
     with pytest.raises(
         PeersLostError, match="operations on cuda:0: NCCL reports COMM_ERROR"
@@ -181,9 +182,33 @@ class StuckGroup:
         self.may_end.wait(WAIT_S)
 
 
+class Connected:
+    """Stand-in for torch's NCCL backend, whose communicators connect at once."""
+
+    error = ErrorType.SUCCESS
+
+    def __init__(self, store: object, rank: int, size: int, options: Any) -> None: ...
+
+    def eager_connect_single_device(self, device: torch.device) -> None: ...
+
+    def _set_default_timeout(self, timeout: timedelta) -> None: ...
+
+    def get_error(self) -> Any:
+        return self.error
+
+    @staticmethod
+    def Options() -> Any:  # noqa: N802 - torch's name
+        return SimpleNamespace(config=SimpleNamespace())
+
+
 def hold(nccl: NcclBackend, *groups: StuckGroup) -> None:
-    """Add groups to the backend's generation."""
-    nccl._made.extend(_Made(backend=None, group=group) for group in groups)
+    """Make groups in the backend's generation."""
+    for group in groups:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "ProcessGroupNCCL", Connected, raising=False)
+            patch.setattr(nccl_backend, "group_of", lambda *_, group=group: group)
+            store = dist.HashStore()
+            assert nccl.make(store, 0, 1, form_s=WAIT_S, operation_s=WAIT_S) is group
 
 
 def test_a_device_is_quiet_once_all_aborts_and_all_streams_are_done(
@@ -423,18 +448,25 @@ def test_an_operation_that_waits_for_its_peer_to_connect_is_ended_by_a_cut() -> 
 
 def test_connections_are_cut_until_the_last_group_has_been_made(
     nccl: NcclBackend,
+    forming: Callable[..., Future[Any]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A thread may still make a group, and open connections, after `formed`.
 
     The thread that waits for all forming threads calls `formed` once one of these
     threads gives up because its peer is lost.
     """
-    nccl.begin()
-    with nccl._making():
+    late: list[socket.socket] = []
+
+    def open_late() -> None:
         nccl.formed()
-        late = socket.socketpair()
+        late.extend(socket.socketpair())
         nccl.cut(WAIT_S)
-        assert not passes(late)
+
+    monkeypatch.setattr(Bootstrap, "another_end", [open_late])
+    with pytest.raises(PeersLostError, match="forming process groups"):
+        forming(0, 1, dist.HashStore()).result(WAIT_S)
+    assert not passes((late[0], late[1]))
     later = socket.socketpair()
     nccl.cut(WAIT_S)
     assert passes(later)
@@ -447,12 +479,14 @@ class GroupedCalls:
 
     def __init__(self) -> None:
         self.depth, self.is_wrong, self.launches = 2, False, 0
+        # unlike a method, a partial takes attributes, as a function of ctypes does
+        self.ncclAllReduce = functools.partial(self.all_reduce)
 
-    def ncclAllReduce(self, *arguments: Any) -> int:  # noqa: N802 - NCCL's name
+    def all_reduce(self, *arguments: Any) -> int:
         self.is_wrong |= self.depth > 0
         return 4
 
-    def ncclGroupStart(self) -> int:  # noqa: N802
+    def ncclGroupStart(self) -> int:  # noqa: N802 - NCCL's name
         self.depth += 1
         return 0
 
@@ -464,12 +498,14 @@ class GroupedCalls:
         return 4 if self.is_wrong else 0
 
 
+@pytest.mark.usefixtures("nccl")
 def test_calls_of_a_group_that_was_left_open_are_dropped(
-    nccl: NcclBackend, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise NCCL only collects later calls of the thread, and never runs them."""
     calls = GroupedCalls()
-    monkeypatch.setattr(nccl, "_nccl", calls)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name, mode: calls)
+    nccl = nccl_without_cuda(monkeypatch)
     nccl.discard()
     assert (calls.depth, calls.launches) == (0, 0)
     nccl.discard(num_open=1)

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -800,7 +801,8 @@ def form_megatrons_groups(folder: str) -> tuple[int, int, list[float]]:
             work.wait()
         meet(store, f"the end of {generation}", 4)
         groups.leave()
-    shared = [handle for handle in groups._handles if handle.size() > 1]
+    handles = dist.distributed_c10d._world.pg_map
+    shared = [handle for handle in handles if handle.size() > 1]
     return len(shared), transport.num_made, [total.item() for total in totals]
 
 
@@ -821,13 +823,16 @@ def form_beside_threads_that_are_late() -> tuple[str, set[int], int]:
         made, and the number of groups in the next generation.
     """
     transport = HeldTransport()
-    groups = open_groups(0, 8, form_s=0.02, transport=transport)
+    limits: Any = SimpleNamespace(form_s=0.02, operation_s=WAIT_S, abort_s=WAIT_S)
+    groups = ElasticGroups(transport, limits, lambda waiting: None)
+    groups.register()
+    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=8)
     for other in range(1, 8):
         dist.new_group([0, other], backend=CPU_BACKEND)
     outcome = outcome_of(lambda: groups.form(dist.HashStore(), 1))
     groups.leave()
     late = set(transport.made_by)
-    groups._timeouts = PATIENT
+    limits.form_s = WAIT_S
     next_one = threading.Thread(target=lambda: groups.form(dist.HashStore(), 2))
     next_one.start()
     wait_until(lambda: len(set(transport.made_by)) == 2 * len(late))

@@ -641,22 +641,20 @@ def test_threads_that_wait_for_more_groups_than_are_kept_get_the_reason() -> Non
 def test_several_threads_get_the_same_sums_also_those_still_to_come() -> None:
     port = Replay(CAPTURED)
     port.may_read.clear()
-    capture = _capture(port)
+    watcher = Watcher(2)
+    capture = MirrorCapture(port, watcher, keep_iters=2, wait_s=5.0)
     with ThreadPoolExecutor(4) as threads:
         asked = [threads.submit(capture.sums, wanted(1)) for _ in range(4)]
         port.may_read.set()
         for each in asked:
             assert [bytes(bucket) for bucket in each.result(20)] == reduced(1)
     assert [bytes(bucket) for bucket in capture.sums(wanted(1))] == reduced(1), "kept"
-    with pytest.raises(CheckpointLoadError, match="incomplete"):
-        _capture_now(capture).sums(wanted(0))
     capture.close()
-
-
-def _capture_now(capture: MirrorCapture) -> MirrorCapture:
-    """Let a capture wait no longer for missing bytes."""
-    capture._wait_s = 0.0
-    return capture
+    # nothing is left to wait for
+    capture = MirrorCapture(Replay(), watcher, keep_iters=2, wait_s=0.0)
+    with pytest.raises(CheckpointLoadError, match="incomplete"):
+        capture.sums(wanted(0))
+    capture.close()
 
 
 def test_a_capture_without_the_group_says_that_this_is_no_mirror_port() -> None:

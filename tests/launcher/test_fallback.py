@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from launcher.config import Settings, compose_settings
@@ -19,12 +20,13 @@ from launcher.loop import StagePasses
 from launcher.run import run
 from moe_ckpt.durable.checkpoint_folder import MARKER
 from moe_ckpt.engine.in_memory_tier import InMemoryTier
+from moe_ckpt.engine.window_agreement import WindowAgreement
 from moe_ckpt.events import CheckpointSaved, LossNotFinite, StateResumed
 from moe_ckpt.loop import Losses
 from moe_ckpt.megatron.durable import MegatronDurableState
 from moe_ckpt.replication.local_disk import LocalDisk
-from moe_ckpt.snapshot.capture import SnapshotEngine
-from moe_ckpt.types import Phase
+from moe_ckpt.snapshot.capture import Piece, SnapshotEngine, SnapshotRequest
+from moe_ckpt.types import Phase, ReadyGradients
 from tests.harness.gloo.ranks import RankFailedError, rank_store, run_ranks
 from tests.harness.jobs.campaign import (
     Point,
@@ -40,30 +42,45 @@ from tests.scenarios import BIAS, THIRTY_SIX
 GOES_ON = "training goes on as it is: nothing else leads elsewhere"
 
 
-def spoil(windows: Collection[int], *, by_bit: bool = False) -> None:
-    """Damage rank 3's snapshots before their checksums are computed.
+def spoil(windows: Collection[int]) -> None:
+    """Let all bytes of rank 3's snapshots be 0xFF, so that numbers are NaN.
+
+    The checksums match these bytes.
 
     Args:
         windows: Starts of the windows whose snapshots are damaged.
-        by_bit: Whether one bit is wrong. By default the snapshots are NaN.
     """
-    take_all = SnapshotEngine._take_all
+    capture = SnapshotEngine.capture
 
-    def take_all_and_spoil(
-        self: SnapshotEngine, wanted: Any, bubble_bytes: float
-    ) -> Any:
-        taken, copied = take_all(self, wanted, bubble_bytes)
-        for snapshot, _ in taken:
-            if (
-                snapshot.header.window_start in windows
-                and snapshot.header.shard.global_rank == 3
-            ):
-                snapshot.payload[0].bitwise_xor_(
-                    1
-                ) if by_bit else snapshot.payload.fill_(0xFF)
-        return taken, copied
+    def capture_spoiled(
+        self: SnapshotEngine,
+        wanted: Sequence[SnapshotRequest],
+        *,
+        bubble_bytes: float = 0.0,
+    ) -> None:
+        requests = [
+            _spoiled(each)
+            if each.header.window_start in windows
+            and each.header.shard.global_rank == 3
+            else each
+            for each in wanted
+        ]
+        capture(self, requests, bubble_bytes=bubble_bytes)
 
-    SnapshotEngine._take_all = take_all_and_spoil
+    SnapshotEngine.capture = capture_spoiled  # type: ignore[method-assign]
+
+
+def _spoiled(request: SnapshotRequest) -> SnapshotRequest:
+    return request._replace(
+        pieces=lambda: [*map(_spoiled_piece, request.pieces())],
+        changing=[*map(_spoiled_piece, request.changing)],
+    )
+
+
+def _spoiled_piece(piece: Piece) -> Piece:
+    key, tensor, place = piece
+    wrong = torch.full((tensor.nbytes,), 0xFF, dtype=torch.uint8)
+    return key, wrong.view(tensor.dtype).view(tensor.shape), place
 
 
 def not_a_number(losses: Losses) -> Losses:
@@ -103,13 +120,20 @@ def diverge_once(at_iteration: int, rank: int) -> None:
 
 def write_in_time() -> None:
     """Let each snapshot reach all of its peers and disks before the next update."""
-    decide = InMemoryTier._decide
+    ready, decide = InMemoryTier.ready, WindowAgreement.decide
 
-    def decide_and_write(self: InMemoryTier, *, wait: bool) -> None:
+    def finish_and_be_ready(
+        self: InMemoryTier, iteration: int, gradients: ReadyGradients
+    ) -> None:
+        self.finish_snapshot()
+        ready(self, iteration, gradients)
+
+    def decide_and_write(self: WindowAgreement, *, wait: bool) -> None:
         decide(self, wait=True)
         self.finish_persisting()
 
-    InMemoryTier._decide = decide_and_write
+    InMemoryTier.ready = finish_and_be_ready  # type: ignore[method-assign]
+    WindowAgreement.decide = decide_and_write  # type: ignore[method-assign]
 
 
 def corrupt_and_diverge() -> None:

@@ -6,7 +6,7 @@ An iteration and a recovery wait once for each group of tensors, not for each te
 from __future__ import annotations
 
 from moe_ckpt.megatron.operators import RankOperators
-from moe_ckpt.megatron.router import RouterCounts
+from moe_ckpt.megatron.router import RouterCounts, routers_of
 from moe_ckpt.megatron.state import buffers
 from moe_ckpt.snapshot.host_transfers import TRANSFERS
 from tests.harness.gloo.ranks import run_ranks
@@ -36,7 +36,7 @@ def count_transfers() -> tuple[int, int, int, int]:
     return (
         len(found),
         of_buffers,
-        len(counts._hard) + len(counts._soft),
+        2 * len(list(routers_of(state))),  # hard and soft
         TRANSFERS.num_transfers - before,
     )
 

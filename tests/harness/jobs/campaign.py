@@ -24,21 +24,24 @@ import re
 import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
+
+import pytest
 
 from launcher import entry
 from launcher.proc import stands_still
+from moe_ckpt.elastic import status_page
 from moe_ckpt.elastic.status_page import (
     ANY_ITERATION,
     StatusPage,
-    _Word,
     signal_this_process,
 )
-from moe_ckpt.engine.session import Session
+from moe_ckpt.engine.in_memory_tier import InMemoryTier
 from moe_ckpt.engine.survey import CopySurvey
 from moe_ckpt.errors import CheckpointSaveError
 from moe_ckpt.events import (
@@ -54,10 +57,11 @@ from moe_ckpt.events import (
     WorkerStarted,
     read_events,
 )
-from moe_ckpt.replication import sender
-from moe_ckpt.replication.connection import Connection
+from moe_ckpt.replication.client import DaemonClient
+from moe_ckpt.replication.messages import Address
+from moe_ckpt.replication.sender import Replicator
 from moe_ckpt.replication.update_work import UpdateWork
-from moe_ckpt.types import Phase
+from moe_ckpt.types import Phase, ReadyGradients
 from tests.harness.jobs.elastic_job import ElasticJob, JobFailedError
 from tests.harness.jobs.references import Outcome, uninterrupted
 from tests.harness.jobs.run_files import (
@@ -367,14 +371,19 @@ def call_is_a_point(
 
 def copies_fail(*beginnings: str) -> None:
     """Let no blob whose key has one of these beginnings reach a peer; for a setup."""
-    put = sender._Lane._put
+    copy = Replicator.copy
 
-    def put_others(self: sender._Lane, key: str, link: Connection) -> UpdateWork:
-        if key.startswith(beginnings):
-            raise CheckpointSaveError("a test lets this copy fail")
-        return put(self, key, link)
+    def copy_others(self: Replicator, keys: Sequence[str]) -> Future[UpdateWork]:
+        others = [key for key in keys if not key.startswith(beginnings)]
+        if len(others) == len(keys):
+            return copy(self, keys)
+        if others:
+            copy(self, others)
+        failed = Future[UpdateWork]()
+        failed.set_exception(CheckpointSaveError("a test lets this copy fail"))
+        return failed
 
-    sender._Lane._put = put_others
+    Replicator.copy = copy_others  # type: ignore[method-assign]
 
 
 class CampaignError(AssertionError):
@@ -471,9 +480,13 @@ def _prepare(orders: Sequence[Order], setup: Callable[[], None] | None) -> None:
     if setup:
         setup()
     skips = {order: order.point.skip for order in orders}
-    enter, vote, resume, train = (
+    # of the worker that runs in this process
+    pages: list[StatusPage] = []
+    daemons: list[DaemonClient] = []
+    enter, ready, use_peers, resume, train = (
         StatusPage.enter,
-        Session._vote,
+        InMemoryTier.ready,
+        DaemonClient.use_peers,
         CopySurvey.resume_copying,
         entry.run_in,
     )
@@ -490,22 +503,29 @@ def _prepare(orders: Sequence[Order], setup: Callable[[], None] | None) -> None:
     def enter_and_obey(
         page: StatusPage, phase: Phase, iteration: int | None = None
     ) -> None:
+        pages[:] = [page]
         enter(page, phase, iteration)
         obey(page, [order for order in orders if order.is_due(page, phase)])
 
-    def obey_and_vote(session: Session, *arguments: Any) -> None:
-        assert session._elastic is not None
-        page = session._elastic.page
+    def be_ready_and_obey(
+        tier: InMemoryTier, iteration: int, gradients: ReadyGradients
+    ) -> None:
+        ready(tier, iteration, gradients)
+        [page] = pages
         obey(page, [order for order in orders if order.is_due(page, Moment.VOTE)])
-        vote(session, *arguments)
+
+    def remember(daemon: DaemonClient, addresses: Sequence[Address]) -> None:
+        daemons[:] = [daemon]
+        use_peers(daemon, addresses)
 
     def resume_and_obey(copies: CopySurvey) -> None:
         resume(copies)
-        page = copies._elastic.page
+        [page] = pages
         due = [order for order in orders if order.is_due(page, Moment.COPYING)]
-        if due and copies._elastic.daemon is not None:
+        if due:
             # without keys, the copy ends once all earlier copies to peers have ended
-            copies._elastic.daemon.copy([]).result()
+            [daemon] = daemons
+            daemon.copy([]).result()
         obey(page, due)
 
     def obey_and_train(worker: Any, settings: Any) -> Any:
@@ -522,7 +542,8 @@ def _prepare(orders: Sequence[Order], setup: Callable[[], None] | None) -> None:
         return train(worker, settings)
 
     StatusPage.enter = enter_and_obey  # type: ignore[method-assign]
-    Session._vote = obey_and_vote  # type: ignore[method-assign]
+    InMemoryTier.ready = be_ready_and_obey  # type: ignore[method-assign]
+    DaemonClient.use_peers = remember  # type: ignore[method-assign]
     CopySurvey.resume_copying = resume_and_obey  # type: ignore[method-assign]
     entry.run_in = obey_and_train
 
@@ -535,7 +556,10 @@ def _hold(page: StatusPage) -> None:
     """
     beat = StatusPage.beat
     StatusPage.beat = lambda _: None  # type: ignore[method-assign]
-    page._words[_Word.HEARTBEAT_NS] = time.monotonic_ns() + _HOLD_NS
+    with pytest.MonkeyPatch.context() as patch:
+        later = SimpleNamespace(monotonic_ns=lambda: time.monotonic_ns() + _HOLD_NS)
+        patch.setattr(status_page, "time", later)
+        beat(page)
     signal_this_process(signal.SIGSTOP)
     StatusPage.beat = beat  # type: ignore[method-assign]
 
