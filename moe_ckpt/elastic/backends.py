@@ -42,7 +42,15 @@ class Mark(Protocol):
 
 
 class Backend(Protocol):
-    """Forms the inner groups of one generation after another."""
+    """Forms the inner groups of one generation after another.
+
+        begin -> make, make, ... -> formed     the groups of a generation
+        launching, wait, sync, mark            its operations, by any thread
+        failure                                asked while operations are under way
+        cut -> is_quiet                        the end of the generation; then begin
+
+    `cut` may come at any time after `begin`, from any thread.
+    """
 
     device: torch.device
     """Device of the tensors that the inner groups take."""
