@@ -1,6 +1,7 @@
-"""The contents of a rank's snapshots, in memory and on disk.
+"""Requests the snapshots of a plan, and keeps, drops or writes them to disk.
 
-Owns: headers and pieces of the snapshots that a plan asks for, the versions that stay,
+The bytes are elsewhere: `snapshot.capture` copies them, `snapshot.windows` has them in
+host memory, and `replication.local_disk` on disk. Owns: headers and pieces of the snapshots that a plan asks for, the versions that stay,
 and the list of snapshots on disk. Must not: decide which operators a snapshot takes, or
 when a window is kept.
 """

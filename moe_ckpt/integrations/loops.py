@@ -60,10 +60,10 @@ class Loop(ABC):
 
     @abstractmethod
     def use_cpu(self) -> bool:
-        """Let the loop start without a GPU if there is none.
+        """On a machine without a GPU, make this process train on the CPU.
 
         Returns:
-            Whether there is no GPU.
+            Whether the process trains on the CPU.
         """
 
     @abstractmethod

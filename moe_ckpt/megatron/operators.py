@@ -105,7 +105,8 @@ class RankOperators:
     def buffer_pieces(self, positions: Collection[int]) -> list[Piece]:
         """Return the buffers of the operators at these positions of the table.
 
-        Buffers belong to the whole state and to the compute weights.
+        A snapshot has an operator's buffers beside the operator's whole state, and
+        beside the compute weights alone.
         """
         wanted = {self.table.operators[position] for position in positions}
         return [buffer.piece() for buffer in self.buffers if buffer.operator in wanted]
@@ -160,16 +161,23 @@ class RankOperators:
     def steps_taken(self, iteration: int) -> Mapping[PartKey, AdamStep]:
         """Return Adam's step of `iteration` for each piece that took the step.
 
+        Args:
+            iteration: The newest iteration, whose gradients are still in their buffers.
+
         Returns:
             Steps by the keys of master weights; empty if the step was skipped.
         """
-        steps, found = self._steps.known(iteration), dict[PartKey, AdamStep]()
-        for each in self.parameters if steps else ():
-            if each.reduced_gradient() is not None:
-                step = steps[id(updated_tensor(each.trained_by, each.parameter))]
-                found[each.key(MASTER)] = replace(
-                    step, scale=each.clipped_by(self._total_norm)
-                )
+        steps = self._steps.known(iteration)
+        if not steps:
+            return {}
+        found: dict[PartKey, AdamStep] = {}
+        for each in self.parameters:
+            if each.reduced_gradient() is None:
+                continue
+            step = steps[id(updated_tensor(each.trained_by, each.parameter))]
+            found[each.key(MASTER)] = replace(
+                step, scale=each.clipped_by(self._total_norm)
+            )
         return found
 
     def gradients(self, full: Collection[int], iteration: int) -> Gradients | None:

@@ -227,7 +227,11 @@ class PartialSnapshots(StageForecasts[MoeStage]):
     @property
     @abstractmethod
     def facts(self) -> tuple[float, ...]:
-        """The facts that snapshots store for a return to their iteration."""
+        """Numbers of the policy's history, which each snapshot stores.
+
+        A policy has no history of its own after a recovery: `went_back` gets the
+        numbers of the snapshot to which all ranks have gone back.
+        """
 
     @abstractmethod
     def _choose(self, measured: Measured, *, to_disk: bool) -> ExpertChoice:

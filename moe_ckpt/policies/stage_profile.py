@@ -1,6 +1,7 @@
-"""The profile of a stage before training, and due iterations.
+"""What a policy knows of a stage before training: its operators, and bytes of logs.
 
-All policies with snapshots in host memory use the profile. Pure.
+Used by all policies with snapshots in host memory. `is_due` says after which iterations
+a policy with a fixed interval acts. Pure.
 """
 
 from __future__ import annotations

@@ -1,9 +1,14 @@
-"""The snapshots that make one version of a rank's state. Pure.
+"""Which snapshots together make the whole state of a rank at one version. Pure.
 
-A version is made of the slots of a sparse window, or of the units of a checkpoint. A
-sparse window is whole by itself. A checkpoint of a version has each unit of that
-iteration or, if the unit was not taken then, the last earlier snapshot of the unit in
-the same epoch. MoC, section 5.1: modules are stored and found by name.
+A version is an iteration, in an epoch: after a recovery from a partial checkpoint a new
+epoch begins. The snapshots of a version are one of these:
+
+    a window                 all slots of the window
+    a partial checkpoint     each unit (an expert, or the core) of that iteration; if a
+                             unit was not taken then, its last snapshot before, of the
+                             same epoch
+
+Units are found by name (MoC, section 5.1).
 """
 
 from __future__ import annotations
