@@ -1,9 +1,9 @@
 """Requests the snapshots of a plan, and keeps, drops or writes them to disk.
 
 The bytes are elsewhere: `snapshot.capture` copies them, `snapshot.windows` has them in
-host memory, and `replication.local_disk` on disk. Owns: headers and pieces of the snapshots that a plan asks for, the versions that stay,
-and the list of snapshots on disk. Must not: decide which operators a snapshot takes, or
-when a window is kept.
+host memory, and `replication.local_disk` on disk. Owns: headers and pieces of the
+snapshots that a plan asks for, the versions that stay, and the list of snapshots on
+disk. Must not: decide which operators a snapshot takes, or when a window is kept.
 """
 
 from __future__ import annotations
