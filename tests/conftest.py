@@ -16,10 +16,12 @@ import importlib
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from multiprocessing.forkserver import ensure_running
 from typing import TYPE_CHECKING
 
 import pytest
@@ -86,7 +88,13 @@ def pytest_collection_modifyitems(
 
 
 def pytest_collection_finish() -> None:
-    """Exclude objects that live as long as the session from garbage collection."""
+    """Start the fork server of ranks, in an environment that no test has changed.
+
+    Ranks inherit the variables with which the server was started. Objects that live as
+    long as the session are excluded from garbage collection.
+    """
+    if "tests.harness.gloo.ranks" in sys.modules:
+        ensure_running()
     gc.freeze()
 
 
