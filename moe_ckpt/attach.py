@@ -144,8 +144,8 @@ def attach(
         ConfigError: The settings cannot work.
     """
     wanted = "the context of a supervised rank, beside which checkpoint servers run"
-    has_servers = elastic is not None or not isinstance(ckpt, FlowcheckConfig)
-    require(has_servers, "attach(elastic)", None, wanted)
+    is_servable = elastic is not None or not isinstance(ckpt, FlowcheckConfig)
+    require(is_servable, "attach(elastic)", None, wanted)
     built = lengths_of(state.scheduler)
 
     def loaded(iteration: int, changes: Sequence[str]) -> None:

@@ -95,7 +95,6 @@ from moe_ckpt.replication.tls import open_tls
 from moe_ckpt.run_folder import RunFolder, find_run_folder, job_id, require_lasting
 from moe_ckpt.run_lock import release_lock
 from moe_ckpt.run_secret import SECRET_FILE, read_secret, ticket_of
-from moe_ckpt.snapshot.arriving_update import observes_nothing
 from moe_ckpt.types import ParallelLayout, Phase
 
 # a new connection to a busy store may take seconds
@@ -735,7 +734,7 @@ def _run_daemon(job: JobConfig, supervised: SupervisedRank, supervisor_pid: int)
         announce=lambda address: store.set(
             str(supervised.launch.global_rank), str(address)
         ),
-        observe=servers.observe if servers else lambda: observes_nothing,
+        observe=servers.observe if servers else None,
     )
 
 

@@ -314,14 +314,11 @@ def _memory_gb(result: Result, part: str) -> float:
     """Return host memory of the whole job in GB, without copies for peers."""
     memory, setup = result.saving.memory, result.simulation.setup
     assert memory is not None
-    num_bytes = getattr(memory, part) - (
-        memory.copies_bytes if part == "total_bytes" else 0
-    )
-    return (
-        num_bytes
-        / 1e9
-        * (1 if result.saving.sizes_are_of_job else setup.job.layout.world_size)
-    )
+    num_bytes = getattr(memory, part)
+    if part == "total_bytes":
+        num_bytes -= memory.copies_bytes
+    is_of_job = result.saving.sizes_are_of_job
+    return num_bytes / 1e9 * (1 if is_of_job else setup.job.layout.world_size)
 
 
 METRICS: Mapping[str, Callable[[Result], float]] = {

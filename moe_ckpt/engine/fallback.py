@@ -92,11 +92,9 @@ class Suspects:
         self._loaded = loaded = max(
             known, key=lambda source: source.iteration, default=None
         )
-        return (
-            loaded
-            if loaded and iteration <= loaded.iteration + self._num_iters
-            else None
-        )
+        if loaded is None or iteration > loaded.iteration + self._num_iters:
+            return None
+        return loaded
 
     def is_first_at(self, iteration: int, source: Source) -> bool:
         """Return whether no source of another iteration has led to this bad loss.
@@ -234,11 +232,8 @@ class Fallback:
                 self._events.append(
                     CheckpointSkipped(source=source.location, reason=str(error))
                 )
-                reasons.append(
-                    str(error)
-                    if str(error).startswith(source.location)
-                    else f"{source}: {error}"
-                )
+                names_source = str(error).startswith(source.location)
+                reasons.append(str(error) if names_source else f"{source}: {error}")
                 continue
             seconds = time.monotonic() - started_s
             self._events.append(

@@ -38,27 +38,25 @@ class ServerHolders:
     @property
     def use_hosts(self) -> bool:
         """Whether servers on hosts hold the states, and no training node does."""
-        return self._hosts is not None and self._hosts.is_in_use
+        return self._in_use is not None
 
     @property
     def have_taken_over(self) -> bool:
         """Whether training nodes are the servers because those on hosts are lost."""
-        return self._hosts is not None and not self._hosts.is_in_use
+        return self._hosts is not None and self._in_use is None
 
     @property
     def on_hosts(self) -> tuple[int, ...]:
         """The numbers of all servers on hosts that are in use."""
-        numbers = self._hosts.numbers if self._hosts else ()
+        numbers = self._in_use.numbers if self._in_use else ()
         return tuple(self._peers.world_size + number for number in numbers)
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        rank = self._peers.global_rank
-        if self._hosts is None or not self._hosts.is_in_use:
+        rank, hosts = self._peers.global_rank, self._in_use
+        if hosts is None:
             return (rank, *self._peers.numbers)
-        return tuple(
-            self._peers.world_size + number for number in self._hosts.holders(rank)
-        )
+        return tuple(self._peers.world_size + number for number in hosts.holders(rank))
 
     def address(self, holder: int) -> Address:
         server = holder - self._peers.world_size
@@ -74,14 +72,20 @@ class ServerHolders:
 
     def lines(self) -> list[str]:
         """Return the servers on hosts with the ranks of each, or the peers' table."""
-        if self._hosts is None or not self._hosts.is_in_use:
+        hosts = self._in_use
+        if hosts is None:
             return self._peers.lines()
         lines = ["checkpoint servers, and the ranks whose states they hold:"]
-        for number in self._hosts.numbers:
+        for number in hosts.numbers:
             owners = [
                 str(rank)
                 for rank in range(self._peers.world_size)
-                if number in self._hosts.holders(rank)
+                if number in hosts.holders(rank)
             ]
-            lines.append(f"  {self._hosts.address(number)}: ranks {', '.join(owners)}")
+            lines.append(f"  {hosts.address(number)}: ranks {', '.join(owners)}")
         return lines
+
+    @property
+    def _in_use(self) -> ServerHosts | None:
+        """The servers on hosts, if the job has any and still uses one."""
+        return self._hosts if self._hosts and self._hosts.is_in_use else None

@@ -14,9 +14,8 @@ import msgspec
 
 from moe_ckpt.config import FlowcheckConfig, RuntimeConfig, require
 from moe_ckpt.elastic.job_store import open_store, write_store_address
-from moe_ckpt.flowcheck.mirror.captured_gradients import from_sums
 from moe_ckpt.flowcheck.mirror.port import MirrorPort
-from moe_ckpt.flowcheck.mirror.settings import MirrorSettings, open_mirror
+from moe_ckpt.flowcheck.mirror.settings import MirrorSettings, observe_gradients
 from moe_ckpt.flowcheck.server_holders import ServerHolders
 from moe_ckpt.flowcheck.server_hosts import (
     PART,
@@ -27,7 +26,7 @@ from moe_ckpt.flowcheck.server_hosts import (
 )
 from moe_ckpt.replication.holders import PeerHolders
 from moe_ckpt.replication.messages import Ticket
-from moe_ckpt.snapshot.arriving_update import OpenGradients, observes_nothing
+from moe_ckpt.snapshot.arriving_update import OpenGradients
 
 
 class ServerJob:
@@ -116,10 +115,8 @@ class ServerJob:
         Raises:
             ConfigError: The mirror port cannot be opened.
         """
-        mirror = self._mirror()
-        if self._config.on_hosts or mirror is None:
-            return observes_nothing
-        return from_sums(open_mirror(mirror, self._rank).sums)
+        mirror = None if self._config.on_hosts else self._mirror()
+        return observe_gradients(mirror, self._rank)
 
     def _mirror(self) -> MirrorSettings | None:
         interface = self._config.mirror_interface

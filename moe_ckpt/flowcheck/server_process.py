@@ -19,8 +19,7 @@ from moe_ckpt.elastic.network import address_on, route_to
 from moe_ckpt.elastic.shared_memory import open_memory_root
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.exact_json import ExactDecoder
-from moe_ckpt.flowcheck.mirror.captured_gradients import from_sums
-from moe_ckpt.flowcheck.mirror.settings import open_mirror
+from moe_ckpt.flowcheck.mirror.settings import observe_gradients
 from moe_ckpt.flowcheck.server_hosts import (
     PART,
     SETTINGS,
@@ -32,7 +31,6 @@ from moe_ckpt.replication.messages import Address, parse_address
 from moe_ckpt.replication.tls import open_tls
 from moe_ckpt.run_folder import JOB, JOB_ID
 from moe_ckpt.run_secret import SECRET_FILE, read_secret, ticket_of
-from moe_ckpt.snapshot.arriving_update import observes_nothing
 
 NO_RANK = -1
 """Rank of a server that trains nothing."""
@@ -81,7 +79,7 @@ def _serve(
     )
     ticket = ticket_of(secret, job_id, open_tls(settings.tls))
     numbers = ServerNumbers(of_servers, settings.num_servers)
-    capture = open_mirror(settings.mirror, os.getpid()) if settings.mirror else None
+    open_gradients = observe_gradients(settings.mirror, os.getpid())
     while True:
         # a new memory each time: states in the old one may belong to a history that the
         # ranks have abandoned
@@ -94,9 +92,7 @@ def _serve(
                 timeout_s=settings.timeout_s,
                 rules=HoldingRules(
                     keeps_own=True,
-                    open_gradients=from_sums(capture.sums)
-                    if capture
-                    else observes_nothing,
+                    open_gradients=open_gradients,
                     most_bytes_per_owner=settings.most_bytes_per_owner,
                 ),
             )

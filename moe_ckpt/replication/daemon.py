@@ -92,7 +92,7 @@ def run_daemon(
     supervisor_pid: int,
     may_send: Callable[[], bool],
     announce: Callable[[Address], None],
-    observe: Callable[[], OpenGradients] = lambda: observes_nothing,
+    observe: Callable[[], OpenGradients] | None = None,
 ) -> NoReturn:
     """Run the daemon in this process, which the supervisor has forked.
 
@@ -106,6 +106,7 @@ def run_daemon(
         announce: Called once with the server's address, when the daemon is ready for
             its worker.
         observe: Begins to observe gradients in this process, and returns their opener.
+            None: this process observes no gradients.
 
     Raises:
         OSError: The daemon cannot listen.
@@ -124,7 +125,7 @@ def run_daemon(
         timeout_s=settings.timeout_s,
         rules=HoldingRules(
             keeps_own=settings.keeps_own,
-            open_gradients=observe(),
+            open_gradients=observe() if observe else observes_nothing,
             most_bytes_per_owner=settings.most_bytes_per_owner,
         ),
     )
