@@ -73,9 +73,9 @@ Each policy trains `tiny` for {iterations} iterations on {ranks} ranks, under th
 
 - Model and training: {common}.
 - Faults: {faults}.
-- A rank that dies leaves its snapshots in memory. A node takes its snapshots along; they come back from storage (moc) or
+- A rank that dies leaves its snapshots in memory. A lost node takes its snapshots along; units come back from storage (moc) or
   from peers (gemini, moevement, moetion).
-- `none` would start again from the beginning at each fault. It runs without faults, as the reference of the others.
+- `none` would start again from the beginning at each fault, and runs without faults, as the reference of the others.
 - `{nudged}` and `{nudged_more}` differ from `none` in an epsilon of Adam that is 10 % and 20 % larger, so by no more
   than rounding that grows. Two losses that are no further apart than these three runs count as alike.
 - `{other_seed}` has other initial weights and dropout, which make another loss.
@@ -92,7 +92,7 @@ the loss without faults; the band is the distance between nudged runs. Dotted li
 
 - PLT and MLT: lost tokens of all of the run, mean and sum over MoE layers (MoC, equation 7; MoEtion, equation 6).
 - MiB a snapshot: all ranks together, mean over all snapshots of the run.
-- Highest lift: the most that the loss lies above the loss without faults, from a fault until the next one. It counts
+- Highest lift: the most that the loss lies above the loss without faults, from a fault until the next one. The lift counts
   evaluations, and the training loss where training goes on. Nats per token.
 - Jump: that training loss alone. Nats per token.
 
