@@ -26,7 +26,7 @@ if __name__ == "__main__":
 
 from launcher.overrides import help_text, make_parser, parse
 from moe_ckpt.arguments import Parser
-from moe_ckpt.elastic.torchrun import read_launch
+from moe_ckpt.elastic.torchrun import read_launch, require_spares
 from moe_ckpt.errors import MoeCkptError
 from moe_ckpt.run import report_error
 
@@ -91,10 +91,15 @@ def _train(overrides: Sequence[str]) -> int:
     settings = compose_settings(overrides)
     # before the imports below, so that a start that cannot work is refused at once
     launch = read_launch("launcher/train.py")
-    layout = check_job(settings, launch.world_size)
-    first = launch.global_rank - launch.local_rank
-    here = range(first, first + launch.local_world_size)
-    require_host_memory(settings, layout, here, is_idle=False)
+    spare_nodes = settings.job.runtime.spare_nodes
+    require_spares(launch, spare_nodes)
+    num_nodes = launch.num_nodes - spare_nodes
+    layout = check_job(settings, num_nodes * launch.local_world_size)
+    # a spare node may become any node
+    is_spare = launch.node >= num_nodes
+    for node in range(num_nodes) if is_spare else [launch.node]:
+        here = launch.as_node(node, num_nodes).local_ranks
+        require_host_memory(settings, layout, here, is_idle=False)
     # imports of seconds: not for help, not for a mistyped key
     from launcher.entry import start  # noqa: PLC0415
 

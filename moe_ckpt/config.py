@@ -1047,6 +1047,16 @@ class RuntimeConfig:
     The supervisor looks for the file once a second.
     """
 
+    spare_nodes: int
+    """Number of nodes, of torchrun's --nnodes, that wait until another node is lost."""
+
+    node_s: float
+    """Seconds without a sign of life after which a node counts as lost.
+
+    For jobs with spare nodes. Must be longer than any pause of a healthy node. A node
+    whose processes have ended counts as lost at once.
+    """
+
     suspect_iters: int
     """Iterations after a load in which a loss that is not finite marks the load as bad.
 
@@ -1087,6 +1097,9 @@ class RuntimeConfig:
             "runtime.", self, grace_s=0, sick_deaths=0, sick_within_s=0
         )
         require_all_at_least("runtime.", self, stop_save_s=0, suspect_iters=0)
+        require_all_at_least("runtime.", self, spare_nodes=0, node_s=1)
+        wanted = f"less than runtime.join_s={self.join_s:g}: survivors wait for a spare"
+        require(self.node_s < self.join_s, "runtime.node_s", self.node_s, wanted)
         require_choice("runtime.sick_place", self.sick_place, SICK_PLACES)
         if self.etcd:
             parse_endpoints("runtime.etcd", self.etcd)

@@ -61,6 +61,10 @@ class PeersLostError(MoeCkptError, RuntimeError):
     """
 
 
+class RanksMissingError(PeersLostError):
+    """Ranks did not arrive in time, and no other process has taken their place."""
+
+
 class StoreLostError(MoeCkptError, RuntimeError):
     """The store in which the ranks of a job meet no longer answers.
 

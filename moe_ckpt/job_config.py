@@ -94,6 +94,7 @@ class JobConfig:
             ConfigError: `runtime.guard` and the policy exclude each other.
         """
         guard, in_memory = self.runtime.guard, self.ckpt.in_memory
+        spare_nodes = self.runtime.spare_nodes
         if wants_supervisor(self.ckpt, self.runtime):
             others = "a ckpt other than dense and none (those: torchrun --max-restarts)"
             wanted = f"false, or {others}"
@@ -102,4 +103,6 @@ class JobConfig:
         is_pointless = in_memory is not None and not self.ckpt.recovers_locally
         wanted = f"auto or true with ckpt={self.ckpt.policy}"
         require(not is_pointless, "runtime.guard", guard, wanted)
+        wanted = "0 without supervisors: a spare node takes snapshots from memory"
+        require(not spare_nodes, "runtime.spare_nodes", spare_nodes, wanted)
         return False

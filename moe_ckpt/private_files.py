@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,6 +59,27 @@ def _new_file(path: str | Path) -> int:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
         return open_private(path, flags)
+
+
+def bind_private(path: Path) -> socket.socket:
+    """Return a Unix socket that listens at a path.
+
+    Replaces the socket's file that an earlier process has left.
+
+    Raises:
+        OSError: The socket cannot listen.
+    """
+    path.unlink(missing_ok=True)
+    listening = socket.socket(socket.AF_UNIX)
+    try:
+        # before bind, so that the socket's file has this mode from the start
+        os.fchmod(listening.fileno(), FILE_MODE)
+        listening.bind(str(path))
+        listening.listen()
+    except OSError:
+        listening.close()
+        raise
+    return listening
 
 
 def replace_private(path: Path, content: str) -> None:

@@ -16,7 +16,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import shutil
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -49,9 +51,18 @@ from moe_ckpt.elastic.failures import (
     text_of,
     write_failure,
 )
-from moe_ckpt.elastic.generations import Generations, Member, Membership
-from moe_ckpt.elastic.janitor import janitor_of
+from moe_ckpt.elastic.generations import (
+    FENCED,
+    NODE_REPLACED,
+    STARTED_AGAIN,
+    STORE_LOST,
+    Generations,
+    Member,
+    Membership,
+)
+from moe_ckpt.elastic.janitor import janitor_of_node
 from moe_ckpt.elastic.job_store import (
+    answer_exit_barrier,
     hosts_store,
     open_store,
     say_once,
@@ -59,16 +70,21 @@ from moe_ckpt.elastic.job_store import (
     use_hosted_store,
 )
 from moe_ckpt.elastic.live_workers import remove_live, write_live
+from moe_ckpt.elastic.machine_calls import Call
+from moe_ckpt.elastic.machine_watcher import WatcherProcess
 from moe_ckpt.elastic.network import own_host
+from moe_ckpt.elastic.process_failure import Death, FaultClass
 from moe_ckpt.elastic.process_groups import BACKEND, ElasticGroups, GroupTimeouts
 from moe_ckpt.elastic.shared_memory import (
     Ended,
     begin_rank,
     end_rank,
+    has_rank,
     open_memory_root,
     take_over,
 )
 from moe_ckpt.elastic.sick_place import SickPlaceRules
+from moe_ckpt.elastic.standing_by import OwnMachine
 from moe_ckpt.elastic.status_page import StatusPage, start_heartbeat
 from moe_ckpt.elastic.stop_board import StopBoard
 from moe_ckpt.elastic.supervisor import (
@@ -78,10 +94,15 @@ from moe_ckpt.elastic.supervisor import (
     SupervisorLimits,
     start_beside,
 )
-from moe_ckpt.elastic.torchrun import Launch, has_agent_store
+from moe_ckpt.elastic.torchrun import (
+    Launch,
+    export_launch,
+    has_agent_store,
+    require_spares,
+)
 from moe_ckpt.engine.session import Session
 from moe_ckpt.engine.worker_loop import GenerationLoop, TrainingRun
-from moe_ckpt.errors import ConfigError, MoeCkptError
+from moe_ckpt.errors import ConfigError, MoeCkptError, RanksMissingError
 from moe_ckpt.events import EventLog, LastSaveDone
 from moe_ckpt.flowcheck.server_job import ServerJob
 from moe_ckpt.job_config import JobConfig
@@ -395,6 +416,8 @@ def run_elastic(
         "torchrun as its parent",
     )
     _own_rank.append(launch.global_rank)
+    if runtime.spare_nodes:
+        require_spares(launch, runtime.spare_nodes)
     if runtime.etcd:
         use_etcd(runtime.etcd)
     elif not has_agent_store():
@@ -403,14 +426,131 @@ def run_elastic(
         use_hosted_store(launch, start_beside)
     # a scheduler's signal may arrive while the network to the store is cut
     store = CheckedStore(_open_store("generations", runtime), heeds_signals=True)
-    supervised = _supervised_rank(job, launch, store)
-    if servers := _servers(job, launch):
-        servers.prepare()
-    beside(supervised)
-    root, page = supervised.memory.parent, StatusPage(supervised.memory / "page")
-    reserve_failure(supervised.failure)
     # all workers share the imports: garbage collection must not touch these pages
     gc.freeze()
+    if not runtime.spare_nodes:
+        return _supervise(job, launch, store, work, beside).run()
+    return _run_with_spares(
+        job,
+        launch,
+        lambda place: _supervise(job, place.launch, store, work, beside, place),
+    )
+
+
+def _run_with_spares(
+    job: JobConfig, launch: Launch, supervise: Callable[[_TakenNode], Supervisor]
+) -> int:
+    """Supervise a rank of the node that this machine is, while it is one.
+
+    Args:
+        job: The settings.
+        launch: This process's position, as torchrun has given it.
+        supervise: Returns the supervisor of a rank.
+
+    Returns:
+        The exit status.
+    """
+    machine = _own_machine(job, launch)
+    is_first, host = launch.local_rank == 0, socket.gethostname()
+    if is_first and machine.is_spare:
+        _say(f"{host} is a spare node, and waits")
+    while True:
+        call = machine.wait_for_node()
+        if call.node is None:
+            return call.status
+        place = _TakenNode(
+            machine=machine, launch=machine.position(call.node), call=call
+        )
+        export_launch(place.launch)
+        supervisor = supervise(place)
+        status = supervisor.run()
+        # FENCED: another machine is the node now. STORE_LOST: nothing can be recorded
+        if status == FENCED:
+            if is_first:
+                given_up = f"was given up as node {call.node}, and waits as a spare one"
+                _say(f"{host} {given_up}")
+            continue
+        if status != STORE_LOST and not supervisor.has_left:
+            machine.end_job(status)
+        return status
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _TakenNode:
+    """A node that this machine is."""
+
+    machine: OwnMachine
+    """This machine."""
+
+    launch: Launch
+    """This process's position in the job."""
+
+    call: Call
+    """Why this machine is the node."""
+
+
+def _own_machine(job: JobConfig, launch: Launch) -> OwnMachine:
+    runtime = job.runtime
+    return OwnMachine(
+        launch,
+        CheckedStore(_open_store("machines", runtime), heeds_signals=True),
+        _open_memory(runtime),
+        lambda settings: WatcherProcess(
+            settings,
+            agent_pid(),
+            lambda: _open_store("machines", runtime, own_connection=True),
+            lambda absent: answer_exit_barrier(absent, settings.num_machines),
+        ),
+        host=_host(job, launch),
+        spare_nodes=runtime.spare_nodes,
+        node_s=runtime.node_s,
+    )
+
+
+def _host(job: JobConfig, launch: Launch) -> str:
+    return own_host(launch, job.in_memory.replication.network_interface)
+
+
+def _open_memory(runtime: RuntimeConfig) -> Path:
+    return open_memory_root(
+        Path(runtime.shared_memory), agent_pid(), patience_s=runtime.heartbeat_s
+    )
+
+
+def _supervise(
+    job: JobConfig,
+    launch: Launch,
+    store: dist.Store,
+    work: Callable[[Worker], int],
+    beside: Callable[[SupervisedRank], None],
+    taken: _TakenNode | None = None,
+) -> Supervisor:
+    """Return the supervisor of a rank.
+
+    Args:
+        job: The settings.
+        launch: This process's position in the job.
+        store: The keys of generations.
+        work: As in `run_elastic`.
+        beside: As in `run_elastic`.
+        taken: The node of the rank in a job with spare nodes; else None.
+    """
+    runtime = job.runtime
+    # supervisors that torchrun has started again find their rank's folder
+    replaces = bool(
+        taken
+        and taken.call.why
+        and not has_rank(taken.machine.root, launch.global_rank)
+    )
+    supervised = _supervised_rank(job, launch, store, taken)
+    if servers := _servers(job, launch):
+        servers.prepare()
+    if taken and replaces:
+        _report_lost(taken, Generations(store))
+    else:
+        beside(supervised)
+    root, page = supervised.memory.parent, StatusPage(supervised.memory / "page")
+    reserve_failure(supervised.failure)
     limits = SupervisorLimits(
         heartbeat_s=runtime.heartbeat_s,
         progress_s=runtime.progress_s,
@@ -437,8 +577,12 @@ def run_elastic(
         leave=(lambda: os.kill(agent_pid(), signal.SIGTERM))
         if runtime.sick_place == "leave"
         else None,
-        free_memory=lambda status: _leave(supervised, status),
-        janitor=lambda: janitor_of(root),
+        free_memory=lambda status: _leave(
+            supervised, status, is_replaced=taken is not None and status == FENCED
+        ),
+        node_processes=taken.machine.processes
+        if taken
+        else lambda: janitor_of_node(root),
     )
     StopBoard(_open_store("stop", runtime), launch.world_size).begin(launch.global_rank)
     return Supervisor(
@@ -448,7 +592,32 @@ def run_elastic(
         lambda incarnation: run_one_worker(work, Worker(job, supervised, incarnation)),
         limits,
         hooks,
-    ).run()
+        why_again=NODE_REPLACED if replaces else STARTED_AGAIN,
+    )
+
+
+def _report_lost(taken: _TakenNode, generations: Generations) -> None:
+    """Record the death of a rank whose machine is lost, and print a message."""
+    launch, call = taken.launch, taken.call
+    death = Death(
+        fault=FaultClass.NODE,
+        global_rank=launch.global_rank,
+        pid=0,
+        signal="",
+        why=f"is lost: {call.why}",
+        iteration=0,
+        phase=Phase.BUILD.name.lower(),
+        last_seen_unix_s=call.last_seen_unix_s,
+        found_unix_s=call.found_unix_s,
+    )
+    generations.record_death(generations.current(), death)
+    if launch.local_rank == 0:
+        taker = f"{socket.gethostname()}, a spare node, takes its ranks"
+        _say(f"node {launch.node} is lost: {call.why}; {taker}")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def run_one_worker(work: Callable[[Worker], int], worker: Worker) -> int:
@@ -463,6 +632,12 @@ def run_one_worker(work: Callable[[Worker], int], worker: Worker) -> int:
         return work(worker)
     except Exception as error:
         if not is_fault(error, replace_on=runtime.replace_on, end_on=runtime.end_on):
+            if isinstance(error, RanksMissingError) and runtime.spare_nodes:
+                say_once(
+                    f"{error}: no spare node has taken the missing ranks. The job can"
+                    " be started again"
+                )
+                return REQUEUE
             if isinstance(error, MoeCkptError):
                 say_once(str(error))
                 return _FAILED
@@ -604,9 +779,9 @@ def _forks_can_use_cuda() -> bool:
 
 
 def _supervised_rank(
-    job: JobConfig, launch: Launch, store: dist.Store
+    job: JobConfig, launch: Launch, store: dist.Store, taken: _TakenNode | None
 ) -> SupervisedRank:
-    ckpt, ranks_per_node = job.in_memory, _ranks_per_node(job.ranks_per_node, launch)
+    ckpt, ranks_per_node = job.in_memory, _ranks_per_node(job, launch)
     agreed = int(
         store.compare_set(
             f"ranks_per_node/{launch.world_size}", "", str(ranks_per_node)
@@ -630,12 +805,10 @@ def _supervised_rank(
     # all errors of the settings come before the folder: a rank that is killed while it
     # creates a folder leaves that folder behind
     tls = open_tls(ckpt.replication.tls)
-    host = own_host(launch, ckpt.replication.network_interface)
+    host = taken.machine.host if taken else _host(job, launch)
     folder = find_run_folder(job.folder, launch, job.runtime.join_s)
     ticket = ticket_of(read_secret(folder.path / SECRET_FILE), job_id(), tls)
-    root = open_memory_root(
-        Path(job.runtime.shared_memory), agent_pid(), patience_s=job.runtime.heartbeat_s
-    )
+    root = taken.machine.root if taken else _open_memory(job.runtime)
     # ranks of an earlier start of the job may have had other numbers on this node
     take_over(root, launch.local_ranks)
     return SupervisedRank(
@@ -650,8 +823,20 @@ def _supervised_rank(
     )
 
 
-def _leave(supervised: SupervisedRank, status: int) -> None:
-    """Leave the node's memory and, if the job ends here, the run folder."""
+def _leave(
+    supervised: SupervisedRank, status: int, *, is_replaced: bool = False
+) -> None:
+    """Leave the node's memory and, if the job ends here, the run folder.
+
+    Args:
+        supervised: The rank.
+        status: The exit status of the supervisor.
+        is_replaced: Whether a spare node has the rank now.
+    """
+    if is_replaced:
+        # the folder of the node stays: this machine may become another node
+        shutil.rmtree(supervised.memory, ignore_errors=True)
+        return
     launch, how = supervised.launch, how_ended(supervised.launch, status)
     if launch.global_rank == 0 and (status == REQUEUE or how is not Ended.TO_GO_ON):
         # if the folder's file system is gone, its lock is gone, too
@@ -680,11 +865,22 @@ def how_ended(launch: Launch, status: int) -> Ended:
     return Ended.FOR_GOOD if launch.is_last_attempt and not is_told else Ended.TO_GO_ON
 
 
-def _ranks_per_node(wanted: int | str, launch: Launch) -> int:
+def _ranks_per_node(job: JobConfig, launch: Launch) -> int:
     """Return the number of ranks that fail together.
 
     With auto on a single machine, each rank counts as a node of its own.
     """
+    wanted = job.ranks_per_node
+    if job.runtime.spare_nodes:
+        # a spare node takes all ranks of another one
+        require(
+            wanted in (AUTO, launch.local_world_size),
+            "parallel.ranks_per_node",
+            wanted,
+            f"auto, or {launch.local_world_size} as torchrun starts on a node, with"
+            " runtime.spare_nodes",
+        )
+        return launch.local_world_size
     if wanted == AUTO:
         return (
             launch.local_world_size

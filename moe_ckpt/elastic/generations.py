@@ -20,6 +20,7 @@ import os
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,7 +34,12 @@ from moe_ckpt.elastic.checked_store import CheckedStore
 from moe_ckpt.elastic.process_failure import Death, FaultClass
 from moe_ckpt.elastic.process_groups import ElasticGroups
 from moe_ckpt.elastic.status_page import StatusPage
-from moe_ckpt.errors import PeersLostError, StoreLostError, causes_of
+from moe_ckpt.errors import (
+    PeersLostError,
+    RanksMissingError,
+    StoreLostError,
+    causes_of,
+)
 
 _log = logging.getLogger(__name__)
 _FOR_EVER = timedelta(days=365)
@@ -49,6 +55,7 @@ died.
 """
 
 DAEMON_DIED, STARTED_AGAIN = "its daemon died", "was started again"
+NODE_REPLACED = "runs on another node, as its node was lost"
 """Last words of a reason that begins with `SUPERVISOR`."""
 
 _DEATHS = msgspec.json.Decoder(Death)
@@ -166,29 +173,43 @@ class Generations:
             Whether all ranks have arrived.
 
         Raises:
-            PeersLostError: Neither has happened in time.
+            RanksMissingError: Neither has happened in time.
         """
         key = f"{generation}/decision"
         try:
             self._store.wait([key], timedelta(seconds=timeout_s))
         except dist.DistStoreError as error:
             arrived = self._store.add(f"{generation}/arrived", 0)
-            raise PeersLostError(
+            raise RanksMissingError(
                 f"generation {generation}: got {arrived} ranks in"
                 f" runtime.join_s={timeout_s:g} seconds, wanted all"
             ) from error
         return self._store.get(key) == _GO.encode()
 
-    def set_incarnation(self, global_rank: int, incarnation: int) -> None:
-        """Allow only this incarnation of a rank to join from now on."""
-        self._store.set(f"incarnation/{global_rank}", str(incarnation))
-        # the store does not answer a `set`: without this `get`, another connection
-        # could still read the old value
-        self._store.get(f"incarnation/{global_rank}")
+    def claim(self, global_rank: int, incarnation: int) -> bool:
+        """Allow only this incarnation of a rank to join from now on.
+
+        Args:
+            global_rank: The rank.
+            incarnation: The incarnation after the one that may join at present.
+
+        Returns:
+            False if another process has claimed this incarnation, or a later one.
+        """
+        key, current = f"incarnation/{global_rank}", self._claim(global_rank)
+        if int(current.split()[0]) != incarnation - 1:
+            return False
+        # with a name: two supervisors may claim the same number at the same time, if
+        # one of them runs on a node that was given up
+        wanted = f"{incarnation} {uuid.uuid4().hex}"
+        return self._store.compare_set(key, current, wanted) == wanted.encode()
 
     def incarnation(self, global_rank: int) -> int:
         """Return the incarnation of a rank that may join; -1 before the first one."""
-        return int(self._store.compare_set(f"incarnation/{global_rank}", "", "-1"))
+        return int(self._claim(global_rank).split()[0])
+
+    def _claim(self, global_rank: int) -> str:
+        return self._store.compare_set(f"incarnation/{global_rank}", "", "-1").decode()
 
     def done(self, generation: int, world_size: int) -> None:
         """Count one more rank that has no work left.
@@ -314,8 +335,8 @@ class Membership:
             The generation that begins.
 
         Raises:
-            PeersLostError: Ranks do not arrive in time, or connections break repeatedly
-                without a death.
+            RanksMissingError: Ranks do not arrive in time.
+            PeersLostError: Connections break repeatedly without a death.
             StoreLostError: The store is gone.
         """
         while True:
@@ -495,6 +516,8 @@ def fault_of_end(reason: str) -> FaultClass:
     """
     if reason.endswith(DAEMON_DIED):
         return FaultClass.DAEMON
+    if reason.endswith(NODE_REPLACED):
+        return FaultClass.NODE
     return (
         FaultClass.RESTART
         if not reason or reason.endswith(STARTED_AGAIN)

@@ -2,12 +2,8 @@
 
 The janitor is a process that removes the folder once the agent has ended.
 
-    ROOT/janitor                      locked by the janitor as long as it lives
-    ROOT/process-janitor-PID-TICKS    the janitor, and when it was started
-    ROOT/process-rankNNNN-PID-TICKS   a rank's supervisor
-
-Owns: these files, and SIGCONT for supervisors that a signal has stopped. Must not: know
-the contents of the folder.
+Owns: the end of the folder, and SIGCONT for supervisors that a signal has stopped. Must
+not: know the contents of the folder.
 """
 
 from __future__ import annotations
@@ -20,89 +16,60 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from typing import NoReturn
 
+from moe_ckpt.elastic.node_process import (
+    node_process,
+    node_processes,
+    start_node_process,
+)
 from moe_ckpt.elastic.stopped import StoppedProcesses
-from moe_ckpt.linux import is_alive, is_stopped, signals_held, start_ticks
-from moe_ckpt.private_files import locked
+from moe_ckpt.linux import is_stopped
 
 JANITOR = "janitor"
-"""The file that the janitor has locked, and the janitor's name among the processes."""
+"""The janitor's name among the node's processes."""
 
-_SUPERVISORS = "rank*"
+SUPERVISORS = "rank*"
+"""The pattern of the names of the node's supervisors."""
+
 _LOOKS = 4  # in the time for which a supervisor may be stopped
 _END_S = 60.0  # more than a supervisor takes to end its processes
 _LOOK_S = 0.1
 
 
-def start_janitor(root: Path, users: int, agent_pid: int, patience_s: float) -> None:
+def start_janitor(root: Path, agent_pid: int, patience_s: float) -> None:
     """Start a janitor for a folder unless the folder has one.
 
     Args:
         root: The node's folder.
-        users: The descriptor by which the calling process has the folder locked.
         agent_pid: The process whose end ends the folder.
         patience_s: Seconds after which the janitor sends SIGCONT to a stopped
             supervisor.
     """
-    with contextlib.suppress(BlockingIOError), locked(root / JANITOR, wait=False):
-        _fork_janitor(root, users, agent_pid, patience_s)
+    start_node_process(
+        root,
+        JANITOR,
+        agent_pid,
+        lambda: contextlib.nullcontext(
+            lambda agent: _wait_and_remove(root, agent_pid, agent, patience_s)
+        ),
+    )
 
 
 def janitor_of(root: Path) -> int | None:
     """Return the pid of a folder's janitor; None if the folder has none."""
-    return next(iter(_processes(root, JANITOR)), None)
+    return node_process(root, JANITOR)
 
 
-def note_process(root: Path, name: str, pid: int) -> None:
-    """Record a process as the janitor or as a rank's supervisor.
-
-    The record replaces the record of an earlier process of the same name.
-
-    Args:
-        root: The node's folder.
-        name: `JANITOR`, or the name of the rank's folder.
-        pid: The process, which must be alive.
-    """
-    for earlier in root.glob(f"process-{name}-*"):
-        earlier.unlink(missing_ok=True)
-    (root / f"process-{name}-{pid}-{start_ticks(pid)}").touch()
+def janitor_of_node(root: Path) -> dict[int, str]:
+    """Return the janitor of a folder by pid, with a name for messages."""
+    pid = janitor_of(root)
+    return {pid: "janitor of the node's memory"} if pid else {}
 
 
-def _processes(root: Path, name: str) -> list[int]:
-    """Return the pids of live processes whose recorded name matches a pattern."""
-    found = (path.name.rsplit("-", 2)[1:] for path in root.glob(f"process-{name}-*"))
-    return [
-        int(pid) for pid, started in found if is_alive(int(pid), started=int(started))
-    ]
-
-
-def _fork_janitor(root: Path, users: int, agent_pid: int, patience_s: float) -> None:
-    # before the forks: later the pid may belong to another process
-    agent = os.pidfd_open(agent_pid)
-    # the janitor holds signals for good: a scheduler sends signals to all processes of
-    # a job
-    with signals_held():
-        child = os.fork()
-        if child == 0:
-            os.setsid()  # out of reach of torchrun's signals to its children's groups
-            try:
-                # two forks: the janitor is then no child of a supervisor, which ends
-                # processes that its workers leave behind
-                janitor = os.fork()
-                if janitor == 0:
-                    os.close(users)  # inherited: the janitor would wait for itself
-                    _wait_and_remove(root, agent_pid, agent, patience_s)
-                # the supervisor waits for this process: if the janitor recorded itself,
-                # the record could come while the supervisor removes the folder, and the
-                # folder would stay
-                note_process(root, JANITOR, janitor)
-            finally:
-                os._exit(0)
-        os.waitpid(child, 0)
-    os.close(agent)
-
-
-def _wait_and_remove(root: Path, agent_pid: int, agent: int, patience_s: float) -> None:
+def _wait_and_remove(
+    root: Path, agent_pid: int, agent: int, patience_s: float
+) -> NoReturn:
     """Be the janitor of a folder until its agent has ended; then remove the folder.
 
     `agent` is the pidfd of the agent.
@@ -115,7 +82,7 @@ def _wait_and_remove(root: Path, agent_pid: int, agent: int, patience_s: float) 
         os.chdir("/")
         users = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
         _watch_supervisors(root, agent_pid, agent, patience_s)
-        supervisors = _opened(_processes(root, _SUPERVISORS))
+        supervisors = _opened(node_processes(root, SUPERVISORS))
         shutil.rmtree(root, ignore_errors=True)
         # daemons may outlive the agent for a while, and create their folders again
         _await_unlocked(users, supervisors)
@@ -137,7 +104,7 @@ def _watch_supervisors(
     while not poll.poll(1000 * patience_s / _LOOKS):
         # a user who stops the agent as well, by Ctrl-Z for example, has suspended the
         # job
-        stopped.look([] if is_stopped(agent_pid) else _processes(root, _SUPERVISORS))
+        stopped.look([] if is_stopped(agent_pid) else node_processes(root, SUPERVISORS))
 
 
 def _await_unlocked(users: int, supervisors: list[int]) -> None:

@@ -170,6 +170,24 @@ def connect(host: str, port: int) -> dist.Store:
     return store
 
 
+def answer_exit_barrier(num_agents: int, num_all: int) -> None:
+    """Arrive at the barrier in which torchrun's agents meet at the end, for others.
+
+    Agents wait up to 300 s for an agent that is gone. The keys are those of
+    `torch.distributed.elastic.utils.store.barrier` in torch 2.13.
+
+    Args:
+        num_agents: The number of agents that are gone.
+        num_all: The number of agents that torchrun waits for.
+    """
+    # torch's error for a store that is gone: no agent waits then
+    with contextlib.suppress(RuntimeError):
+        store = _connect()
+        barrier = f"{job_name()}/torchelastic/agent/terminal_state/"
+        if store.add(f"{barrier}num_members", num_agents) >= num_all:
+            store.set(f"{barrier}last_member", "")
+
+
 def open_store(part: str, *, own_connection: bool = False) -> dist.Store:
     """Return a part of the job's store, which all incarnations of the ranks share.
 

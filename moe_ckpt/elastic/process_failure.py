@@ -24,6 +24,9 @@ class FaultClass(StrEnum):
     RESTART = "restart"
     """torchrun started a rank again."""
 
+    NODE = "node"
+    """A node was lost, and a spare one has taken its ranks."""
+
     CONNECTION = "connection"
     """Connections broke although no process died."""
 

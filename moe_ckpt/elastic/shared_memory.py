@@ -12,7 +12,7 @@ folder then removes the remaining folders, which no process has locked.
     ROOT/numbers           the ranks' present numbers; locked to change them
     ROOT/rankNNNN          a rank's memory
     ROOT/ended-rankNNNN-HOW               how a supervisor has ended
-    ROOT/janitor, ROOT/process-...        the janitor's (`janitor.py`)
+    ROOT/janitor, ROOT/process-...        processes of the node (`node_process.py`)
 
 File names contain the facts: an empty file needs no memory, of which snapshots may have
 left none.
@@ -29,7 +29,8 @@ from enum import Enum
 from pathlib import Path
 
 from moe_ckpt.config import require
-from moe_ckpt.elastic.janitor import JANITOR, janitor_of, note_process, start_janitor
+from moe_ckpt.elastic.janitor import JANITOR, janitor_of, start_janitor
+from moe_ckpt.elastic.node_process import note_process
 from moe_ckpt.elastic.stopped import go_on
 from moe_ckpt.linux import is_alive, pid_namespace, start_ticks
 from moe_ckpt.private_files import FOLDER_MODE, is_private, locked, make_private
@@ -82,19 +83,19 @@ def open_memory_root(
     """
     _remove_left(base)
     root = base / f"moe_ckpt-{agent_pid}-{start_ticks(agent_pid)}-{pid_namespace()}"
-    while (users := _enter(root, setting)) is None:
+    while not _enter(root, setting):
         pass
-    start_janitor(root, users, agent_pid, patience_s)
+    start_janitor(root, agent_pid, patience_s)
     return root
 
 
-def _enter(root: Path, setting: str) -> int | None:
+def _enter(root: Path, setting: str) -> bool:
     """Create a folder if it is missing, and lock the folder.
 
+    The folder is locked until this process and the last of its children have ended.
+
     Returns:
-        The descriptor that has the folder locked until the last process that inherits
-        the descriptor has ended; None if another process has removed the folder
-        meanwhile.
+        False if another process has removed the folder meanwhile.
 
     Raises:
         ConfigError: As in `open_memory_root`.
@@ -113,7 +114,7 @@ def _enter(root: Path, setting: str) -> int | None:
         users = os.open(root, _FOLDER)
         is_own = is_private(os.fstat(users), os.geteuid())
     except FileNotFoundError:
-        return None
+        return False
     except OSError:  # a link, a file, or a folder that this user cannot read
         users, is_own = -1, False
     # the name is no secret: in a folder that all users share, such as /dev/shm, any of
@@ -124,9 +125,9 @@ def _enter(root: Path, setting: str) -> int | None:
     require(is_own, setting, str(root.parent), wanted)
     fcntl.flock(users, fcntl.LOCK_SH)
     if _is_at(root, users):
-        return users
+        return True
     os.close(users)
-    return None
+    return False
 
 
 def _is_at(path: Path, fd: int) -> bool:
@@ -139,9 +140,18 @@ def _is_at(path: Path, fd: int) -> bool:
 
 def rank_memory(root: Path, global_rank: int) -> Path:
     """Return one rank's folder, which is created if it is missing."""
-    folder = root / f"rank{global_rank:04d}"
+    folder = _folder_of(root, global_rank)
     folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
     return folder
+
+
+def has_rank(root: Path, global_rank: int) -> bool:
+    """Return whether a rank has a folder here."""
+    return _folder_of(root, global_rank).exists()
+
+
+def _folder_of(root: Path, global_rank: int) -> Path:
+    return root / f"rank{global_rank:04d}"
 
 
 def begin_rank(root: Path, global_rank: int) -> Path:

@@ -23,7 +23,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -124,13 +124,16 @@ class SupervisorHooks:
     any more.
     """
 
-    janitor: Callable[[], int | None] = lambda: None
-    """Returns the pid of the janitor of the node's memory; None if there is no janitor.
-    """
+    node_processes: Callable[[], Mapping[int, str]] = dict
+    """Returns the names, by pid, of processes that serve all ranks of the node."""
 
 
 class Supervisor:
-    """Watches one rank."""
+    """Watches one rank.
+
+    Attributes:
+        has_left: Whether this supervisor has made the node leave the job.
+    """
 
     def __init__(
         self,
@@ -140,6 +143,8 @@ class Supervisor:
         worker: Callable[[int], int],
         limits: SupervisorLimits,
         hooks: SupervisorHooks | None = None,
+        *,
+        why_again: str = STARTED_AGAIN,
     ) -> None:
         """Prepare to supervise a rank.
 
@@ -151,7 +156,11 @@ class Supervisor:
                 status of the process.
             limits: The limits by which the worker is judged.
             hooks: The work beside the worker.
+            why_again: Why this supervisor continues the work of an earlier one, if
+                there was one.
         """
+        self.has_left = False
+        self._why_again = why_again
         self._global_rank = global_rank
         self._page = page
         self._generations = generations
@@ -196,8 +205,11 @@ class Supervisor:
             self._save_last()  # an error of the program loses no iteration
         # after the save: once the agent has ended, shared memory is about to be removed
         if self._is_sick and self._hooks.leave:
+            self.has_left = True
             self._hooks.leave()
         self._free_memory(status)
+        if status == FENCED:
+            self._restore_signals()  # this process may supervise another rank
         return status
 
     def _supervise(self) -> int:
@@ -247,11 +259,17 @@ class Supervisor:
             if not self._may_replace(death):
                 return _FAILED
             self._incarnation += 1
+            # before the fork: a worker whose incarnation is not in the store yet would
+            # end like a replaced worker
+            if not self._generations.claim(self._global_rank, self._incarnation):
+                return FENCED
 
     @property
     def _own(self) -> set[int]:
         """The children that no worker has started."""
-        return self._beside | {self._pid, self._daemon_pid}
+        of_rank = {self._pid, self._daemon_pid}
+        # a watcher that this process has started again is its child
+        return self._beside | of_rank | set(self._hooks.node_processes())
 
     def _failure(self, status: int) -> Failure | None:
         """Return the exception of a worker that ended by a hardware fault."""
@@ -291,24 +309,32 @@ class Supervisor:
         )
         return _FAILED
 
-    def _take_over_rank(self) -> None:
-        """Release workers that wait for an earlier incarnation of this rank.
+    def _restore_signals(self) -> None:
+        for number in (*_STOPPING, signal.SIGCONT):
+            signal.signal(
+                number,
+                self._user_handler if number == signal.SIGUSR1 else signal.SIG_DFL,
+            )
 
-        There is an earlier incarnation if torchrun has restarted this rank.
+    def _take_over_rank(self) -> None:
+        """Claim the rank, and release workers that wait for an earlier incarnation.
+
+        There is an earlier incarnation if torchrun has restarted this rank, or a spare
+        node has taken it.
         """
-        self._incarnation = self._generations.incarnation(self._global_rank) + 1
+        rank = self._global_rank
+        self._incarnation = self._generations.incarnation(rank) + 1
+        # again: a supervisor on a node that was given up may still claim
+        while not self._generations.claim(rank, self._incarnation):
+            self._incarnation = self._generations.incarnation(rank) + 1
+        # after the claim: an earlier worker that is cut off but not dead must not join
+        # the generation that begins now
         if self._incarnation > 0:
-            # first: an earlier worker that is cut off but not dead must not join the
-            # generation that begins now
-            self._generations.set_incarnation(self._global_rank, self._incarnation)
             self._generations.begin_anew(
-                f"{SUPERVISOR} of rank {self._global_rank} {STARTED_AGAIN}"
+                f"{SUPERVISOR} of rank {rank} {self._why_again}"
             )
 
     def _spawn(self) -> None:
-        # before the fork: a worker whose incarnation is not in the store yet would end
-        # like a replaced worker
-        self._generations.set_incarnation(self._global_rank, self._incarnation)
         self._page.reset()
         # the child has a copy of the buffers, and would write their text again
         sys.stdout.flush()
@@ -495,15 +521,12 @@ class Supervisor:
             self._exit(REQUEUE)
 
     def _look_for_stopped(self) -> None:
-        """Send SIGCONT to this rank's daemon and to the janitor if they are stopped."""
+        """Send SIGCONT to the daemon and to the node's processes that are stopped."""
         now_s = time.monotonic()
         if now_s < self._look_for_stopped_s:
             return
         self._look_for_stopped_s = now_s + self._limits.heartbeat_s / _LOOKS_FOR_STOPPED
-        names = {
-            self._daemon_pid: "daemon",
-            self._hooks.janitor(): "janitor of the node's memory",
-        }
+        names = {self._daemon_pid: "daemon", **self._hooks.node_processes()}
         for pid in self._stopped.look(pid for pid in names if pid):
             _complain(
                 f"rank {self._global_rank}: the {names[pid]} (process {pid}) was"

@@ -9,10 +9,11 @@ import contextlib
 import json
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moe_ckpt.agent import agent_pid
+from moe_ckpt.config import require
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.linux import environment_of
 
@@ -46,6 +47,59 @@ class Launch:
         """The global ranks of this node."""
         first = self.global_rank - self.local_rank
         return range(first, first + self.local_world_size)
+
+    @property
+    def node(self) -> int:
+        """Number of this node. All nodes have as many ranks as this one."""
+        return self.global_rank // self.local_world_size
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes of the job."""
+        return self.world_size // self.local_world_size
+
+    def as_node(self, node: int, num_nodes: int) -> Launch:
+        """Return the position of this process if its node had another number.
+
+        Args:
+            node: The number of the node.
+            num_nodes: The number of nodes of the job.
+        """
+        return replace(
+            self,
+            global_rank=node * self.local_world_size + self.local_rank,
+            world_size=num_nodes * self.local_world_size,
+        )
+
+
+def require_spares(launch: Launch, spare_nodes: int) -> None:
+    """Check that a job has nodes beside its spare ones.
+
+    Raises:
+        ConfigError: All machines would be spare.
+    """
+    wanted = (
+        f"less than torchrun's --nnodes={launch.num_nodes}, which counts spare nodes,"
+        " too"
+    )
+    require(spare_nodes < launch.num_nodes, "runtime.spare_nodes", spare_nodes, wanted)
+
+
+def export_launch(launch: Launch) -> None:
+    """Set torchrun's variables of this process to a position in the job.
+
+    Scripts and Megatron read the variables in workers that this process forks.
+    """
+    ranks = {"RANK": launch.global_rank, "WORLD_SIZE": launch.world_size}
+    os.environ.update(
+        {
+            f"{role}{name}": str(value)
+            for role in ("", "ROLE_")
+            for name, value in ranks.items()
+        }
+    )
+    os.environ["GROUP_RANK"] = str(launch.node)
+    os.environ["GROUP_WORLD_SIZE"] = str(launch.num_nodes)
 
 
 def is_launched() -> bool:

@@ -12,7 +12,6 @@ rank's folder, which may be deleted.
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import socket
 import time
@@ -25,7 +24,7 @@ from typing import NoReturn
 
 from moe_ckpt.agent import die_with_parent
 from moe_ckpt.config import NO_CAPS, MaxBytesPerS
-from moe_ckpt.private_files import FILE_MODE, make_private
+from moe_ckpt.private_files import bind_private, make_private
 from moe_ckpt.replication.client import daemon_socket
 from moe_ckpt.replication.connection import Connection
 from moe_ckpt.replication.copy_server import CopyServer, HoldingRules
@@ -284,18 +283,7 @@ class _Worker:
 
 def _listen(path: Path) -> socket.socket:
     make_private(path.parent)
-    # a daemon that died has left the socket's file, and bind refuses an existing path
-    path.unlink(missing_ok=True)
-    listening = socket.socket(socket.AF_UNIX)
-    try:
-        # before bind, so that the socket's file has this mode from the start
-        os.fchmod(listening.fileno(), FILE_MODE)
-        listening.bind(str(path))
-        listening.listen()
-    except OSError:
-        listening.close()
-        raise
-    return listening
+    return bind_private(path)
 
 
 def _inode(path: Path) -> int | None:

@@ -648,7 +648,7 @@ def decide_without_the_store(folder: str) -> tuple[bool, int]:
 
     The number counts the requests of a hundred barriers and a hundred confirmations.
     """
-    Generations(open_store(folder)).set_incarnation(own_rank(), 0)
+    Generations(open_store(folder)).claim(own_rank(), 0)
     traffic = Traffic()
     membership = open_membership(
         folder,
@@ -762,7 +762,7 @@ class FailingTransport(LaunchingTransport):
 def block_on_a_failed_network(folder: str) -> str:
     """Return why the generation ended before the device had reached a point."""
     generations = Generations(open_store(folder))
-    generations.set_incarnation(own_rank(), 0)
+    generations.claim(own_rank(), 0)
     membership = open_membership(folder, own_rank(), 2, transport=FailingTransport())
     generation = membership.join()
     meet(open_store(folder), "both have joined", 2)

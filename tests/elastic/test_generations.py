@@ -271,10 +271,18 @@ def test_the_life_that_may_join_is_the_last_one_set(both: Both) -> None:
     one, other = both
     assert other.incarnation(3) == -1
     for incarnation in (0, 1):
-        one.set_incarnation(3, incarnation)
-        # torch's store does not answer a `set`: only this answer shows the arrival
+        assert one.claim(3, incarnation)
         assert one.incarnation(3) == incarnation
         assert other.incarnation(3) == incarnation
+
+
+def test_one_of_two_claims_of_a_life_succeeds(both: Both) -> None:
+    """A supervisor on a node that was given up may claim beside its successor."""
+    one, other = both
+    assert [each.claim(3, 0) for each in (one, other)] == [True, False]
+    assert [each.claim(3, 1) for each in (other, one)] == [True, False]
+    assert not one.claim(3, 3), "an incarnation is missing"
+    assert one.incarnation(3) == 1
 
 
 # Members. Ranks run the functions below. Rank 2 is no member, and stands for a
@@ -286,7 +294,7 @@ def open_first_life(
 ) -> tuple[Generations, Membership]:
     """Make this process the first incarnation of its rank."""
     generations = Generations(open_store(folder))
-    generations.set_incarnation(own_rank(), 0)
+    generations.claim(own_rank(), 0)
     return generations, open_membership(folder, own_rank(), world_size, grace_s=grace_s)
 
 
@@ -361,13 +369,14 @@ def join_though_a_peer_died_on_the_way(folder: str) -> Any:
     incarnation = own_rank()
     begun_s = time.monotonic()
     if own_rank() == 1:
-        generations.set_incarnation(1, incarnation)
+        for each in range(incarnation + 1):
+            assert generations.claim(1, each)
         open_store(folder).wait(["1/arrived"])
         generations.arrive(1, 2)
         generations.record_death(1, death_of(1))
         generations.end(1, "died on the way")
     else:
-        generations.set_incarnation(0, incarnation)
+        generations.claim(0, incarnation)
         generations.current()
     membership = open_membership(folder, own_rank(), 2, incarnation=incarnation)
     found = membership.join(), sum_of_ranks(), membership.deaths()
@@ -406,7 +415,7 @@ def join_in_vain(folder: str) -> tuple[str, int, Phase, bool]:
     """Wait for a third rank, which does not come."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     generations = Generations(store)
-    generations.set_incarnation(0, 0)
+    generations.claim(0, 0)
     membership = open_membership(folder, 0, 3, join_s=0.05, connect=lambda _: store)
     generations.arrive(1, 3)
     with pytest.raises(PeersLostError) as lost:
@@ -462,7 +471,7 @@ def finish_in_each_life(folder: str, incarnation: int) -> tuple[float, bool, str
         another join.
     """
     generations = Generations(open_store(folder))
-    generations.set_incarnation(own_rank(), incarnation)
+    generations.claim(own_rank(), incarnation)
     if incarnation:
         generations.begin_anew("was started again")
     membership = open_membership(folder, own_rank(), 2, incarnation=incarnation)
@@ -565,10 +574,10 @@ def join_and_stay(connection: Connection, folder: str, port: int | None = None) 
 def test_a_life_that_was_replaced_may_not_join(tmp_path: Path, start) -> None:
     store = open_store(str(tmp_path))
     generations = Generations(store)
-    generations.set_incarnation(0, 0)
+    generations.claim(0, 0)
     member = start(join_and_stay, str(tmp_path))
     assert member.hear() == 1
-    generations.set_incarnation(0, 1)
+    generations.claim(0, 1)
     generations.end(1, "replaced")
     member.tell("join again")
     assert member.exit_status() == FENCED
@@ -578,7 +587,7 @@ def test_a_life_that_was_replaced_may_not_join(tmp_path: Path, start) -> None:
 def serve_store(connection: Connection) -> None:
     """Act as torchrun's agent: serve a store in which one rank may join."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    Generations(store).set_incarnation(0, 0)
+    Generations(store).claim(0, 0)
     connection.send(store.port)
     connection.recv()
 
@@ -594,7 +603,7 @@ def test_a_member_whose_store_is_lost_ends(tmp_path: Path, start) -> None:
 def only_member(store: dist.Store, page: StatusPage) -> tuple[Generations, Membership]:
     """Return keys and membership of a job's only rank, without process groups."""
     generations = Generations(store)
-    generations.set_incarnation(0, 0)
+    generations.claim(0, 0)
     member = Member(global_rank=0, world_size=1, incarnation=0)
     calls = dict.fromkeys(("form", "cut", "abandon", "leave"), lambda *_: None)
     groups: Any = SimpleNamespace(**calls)

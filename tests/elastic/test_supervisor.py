@@ -499,7 +499,7 @@ def supervisor_with_processes(
     janitor = start("janitor")
     hooks = SupervisorHooks(
         start_daemon=lambda: start("daemon"),
-        janitor=lambda: janitor,
+        node_processes=lambda: {janitor: "janitor of the node's memory"},
         free_memory=free_memory,
         save_last=lambda: 0,
     )
