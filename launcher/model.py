@@ -31,14 +31,11 @@ from moe_ckpt.exactness import BITWISE
 from moe_ckpt.megatron.capacity_boost import use_router
 from moe_ckpt.megatron.groups import stage_group
 from moe_ckpt.megatron.initial_weights import broadcast_parameters
+from moe_ckpt.megatron.optimizer_state import FORMAT_DTYPES
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.standins import fp8_linear, fp8_tensors, precision_adam
 from moe_ckpt.standins.grouped_linear import group_experts
 from moe_ckpt.types import ParallelLayout
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_STATE_DTYPES = {**_DTYPES, "fp8": torch.uint8}
-"""Number formats by Megatron's types of optimizer states: uint8 stands for FP8."""
 
 _SAME_IN_MODEL = (
     *(
@@ -136,8 +133,8 @@ def transformer_config(settings: Settings, layout: ParallelLayout) -> Transforme
         tensor_model_parallel_size=layout.tp,
         # Megatron's MoE layers require sequence parallelism with tensor parallelism
         sequence_parallel=layout.tp > 1 and model.num_experts > 0,
-        params_dtype=_DTYPES[precision.dtype],
-        pipeline_dtype=_DTYPES[precision.dtype],
+        params_dtype=FORMAT_DTYPES[precision.dtype],
+        pipeline_dtype=FORMAT_DTYPES[precision.dtype],
         bf16=precision.dtype == "bf16",
         fp16=precision.dtype == "fp16",
         deterministic_mode=settings.run.exactness == BITWISE
@@ -371,9 +368,9 @@ def _stored_as(precision: PrecisionConfig) -> dict[str, Any]:
         "use_precision_aware_optimizer": True,
         "main_params_dtype": torch.float32
         if has_remainders
-        else _STATE_DTYPES[precision.master],
-        "exp_avg_dtype": _STATE_DTYPES[precision.exp_avg],
-        "exp_avg_sq_dtype": _STATE_DTYPES[precision.exp_avg_sq],
+        else FORMAT_DTYPES[precision.master],
+        "exp_avg_dtype": FORMAT_DTYPES[precision.exp_avg],
+        "exp_avg_sq_dtype": FORMAT_DTYPES[precision.exp_avg_sq],
         "store_param_remainders": has_remainders,
     }
 
@@ -384,7 +381,7 @@ def _optimizer_arguments(settings: Settings) -> dict[str, Any]:
         **{name: getattr(train, name) for name in _SAME_IN_TRAIN},
         "bf16": precision.dtype == "bf16",
         "fp16": precision.dtype == "fp16",
-        "params_dtype": _DTYPES[precision.dtype],
+        "params_dtype": FORMAT_DTYPES[precision.dtype],
         "use_distributed_optimizer": train.distributed_optimizer,
         # otherwise Megatron takes the masters of FP8 parameters from FusedAdam
         "fp8_recipe": precision.fp8_recipe if precision.fp8_param_gather else None,

@@ -19,6 +19,14 @@ weight.
 MASTER_FORMATS = ("fp32", "fp16", "remainder", "fp8")
 """Formats of master weights."""
 
+DERIVING_MASTERS = ("fp32", "fp8")
+"""Formats of stored master weights whose rounding is the compute weight.
+
+An FP16 master is itself rounded, from the value from which the compute weight was
+rounded. A remainder is no value without the compute weight. An FP8 master belongs to
+the reference optimizer, which rounds the stored one.
+"""
+
 FP8_RECIPES = ("tensorwise", "blockwise", "delayed")
 """Recipes for the scales of FP8 tensors."""
 
@@ -71,12 +79,10 @@ class StateFormat:
     def derives_compute(self) -> bool:
         """Whether the compute weight is the rounding of the stored master weight.
 
-        An FP16 master is itself rounded, from the value from which the compute weight
-        was rounded. A remainder is no value without the compute weight. An FP8 master
-        belongs to the reference optimizer, which rounds the stored one. FP8 parameters
-        with delayed scaling are rounded with scales that do not follow from the master.
+        FP8 parameters with delayed scaling are rounded with scales that do not follow
+        from the master.
         """
-        return self.master in ("fp32", "fp8") and not self.has_history
+        return self.master in DERIVING_MASTERS and not self.has_history
 
     @property
     def is_plain(self) -> bool:

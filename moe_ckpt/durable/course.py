@@ -1,11 +1,11 @@
-"""The course of a run: settings that decide its states, and its position in the data.
+"""The settings on which the states of a run depend: the run's course.
 
-Owns: course.json in the run folder and in each whole checkpoint, and the comparison
-with the settings of a later start. A window on a local disk is replayed under the
-settings of the run that saved the window. So a run keeps its course, and another course
-is another run, which may begin from a checkpoint of the first run. Every method of
-`RunCourse` is collective, unless its docstring says otherwise. Must not: know the
-meaning of a setting.
+Owns: course.json (settings, and position in the data) in the run folder and in each
+whole checkpoint, and the comparison with the settings of a later start. A window on a
+local disk is replayed under the settings of the run that saved the window. So a run
+keeps its course, and another course is another run, which may begin from a checkpoint
+of the first run. Every method of `RunCourse` is collective, unless its docstring says
+otherwise. Must not: know the meaning of a setting.
 """
 
 from __future__ import annotations

@@ -44,8 +44,10 @@ class Mark(Protocol):
 class Backend(Protocol):
     """Forms the inner groups of one generation after another.
 
+        keeps_idle, connects_late              fixed properties, asked at any time
         begin -> make, make, ... -> formed     the groups of a generation
         launching, wait, sync, mark            its operations, by any thread
+        discard                                inside `launching`, after a failed call
         failure                                asked while operations are under way
         cut -> is_quiet                        the end of the generation; then begin
 
@@ -56,11 +58,12 @@ class Backend(Protocol):
     """Device of the tensors that the inner groups take."""
 
     completes_when_cut: bool
-    """Whether `cut` completes operations with wrong data, on this rank and on ranks
-    that have not cut theirs yet.
+    """Whether an operation under way completes, with wrong data, once any rank of its
+    group calls `cut`: on that rank and on all others.
 
     If False, an operation may continue to wait after `cut`, and must be abandoned.
     """
+
     closing_s: float | None
     """Seconds to wait for quiet after `cut`. The process then continues without quiet.
     None: the process must never continue without quiet.
@@ -133,10 +136,10 @@ class Backend(Protocol):
         ...
 
     def launching(self, inside: Any) -> contextlib.AbstractContextManager[object]:
-        """Return a context in which no cut frees an inner group.
+        """Return a context that delays the release of an inner group by `cut`.
 
-        Threads enter the context whenever they begin an operation of the group. A
-        thread that is inside the context may enter again.
+        While a thread is inside, `cut` does not free the group. A thread enters when it
+        begins an operation of the group, and may enter again while it is inside.
 
         Args:
             inside: The inner group.
@@ -144,10 +147,14 @@ class Backend(Protocol):
         ...
 
     def discard(self, num_open: int = 0) -> None:
-        """Drop operations of the calling thread that have not begun.
+        """Drop operations that the calling thread has collected and not begun.
+
+        Called after a call of an inner group has failed, and before a batch is given
+        up: otherwise the library would collect later operations, too, and begin none.
 
         Args:
-            num_open: The number of batches that stay open, for the group to end.
+            num_open: The number of batches to open again, empty: the caller ends each
+                by the inner group's `_end_coalescing`.
         """
         ...
 

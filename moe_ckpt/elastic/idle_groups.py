@@ -10,7 +10,8 @@ not: know when a group is idle (`elastic.process_groups` does).
     kept       the decision. The first of these writes wins:
                yes, by the member whose vote makes the positions unanimous
                no, by a member without an idle group
-               no, by the last member to vote
+               no, by the member that completes the vote: a `yes` would have been
+               written before, so the positions differ
 """
 
 from __future__ import annotations

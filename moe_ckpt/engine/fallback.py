@@ -1,8 +1,8 @@
 """The level below host memory: states on local disks and whole checkpoints.
 
 Owns: the order of the sources, newest first; the quarantine of sources that led to a
-bad loss; the event and log line that name the loaded source and the reasons against
-newer sources. Every method is collective. Must not: read a source.
+bad loss, which `Suspects` finds; the event and log line that name the loaded source and
+the reasons against newer sources. Every method is collective. Must not: read a source.
 
     host memory ---> local disks and checkpoints, the newer first;
                      at the same iteration the local disk first

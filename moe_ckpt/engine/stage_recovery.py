@@ -32,7 +32,11 @@ from moe_ckpt.recovery.inventory import Inventory, ReplayedState, WindowRef
 from moe_ckpt.recovery.plan import RecoveryPlan, Rollback, plan_recovery
 from moe_ckpt.snapshot.boundary_log import Direction, LoggedEnds
 from moe_ckpt.snapshot.codec import Snapshot
-from moe_ckpt.snapshot.verified_windows import contents_of, cut_of, verified_window
+from moe_ckpt.snapshot.verified_windows import (
+    assignment_of,
+    contents_of,
+    verified_window,
+)
 from moe_ckpt.snapshot.windows import Window
 
 _log = logging.getLogger(__name__)
@@ -349,10 +353,14 @@ class StageRecovery:
         window = self._window_at(rollback.window_start)
         assert window is not None, rollback
         contents = [contents_of(snapshot) for snapshot in window.snapshots]
-        cut = cut_of(contents)
+        assignment = assignment_of(contents)
 
         def reach(iteration: int) -> None:
-            progress(ReplayedState(span=rollback.span, cut=cut, iteration=iteration))
+            progress(
+                ReplayedState(
+                    span=rollback.span, assignment=assignment, iteration=iteration
+                )
+            )
 
         if rollback.resumed_at is None:
             # the window is about to replace the state of an earlier replay

@@ -1,7 +1,9 @@
 """The layers of each pipeline stage, from the settings that split a model.
 
-Owns: the rule that each model chunk has a layer, and the rule that each stage has an
-expert unless the optimizer is sharded. Must not: build anything.
+Owns: two rules. Each model chunk has a layer: a chunk without layers has no state to
+recover from. Each stage has an expert unless the optimizer is sharded: a replaced rank
+builds its model alone, and makes no optimizer for experts of other stages. Must not:
+build anything.
 """
 
 from __future__ import annotations

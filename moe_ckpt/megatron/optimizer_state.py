@@ -24,10 +24,20 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from moe_ckpt.snapshot.codec import MASTER, MOMENTS, scale_of
+from moe_ckpt.state_format import DERIVING_MASTERS
 
 MASTER_PARAM = "master_param"
 """The state of a fused Adam that has the master weights."""
 
+FORMAT_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.uint8,
+}
+"""Types by which Megatron's settings name number formats; uint8 stands for FP8."""
+
+_DERIVING = tuple(FORMAT_DTYPES[name] for name in DERIVING_MASTERS)
 _TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 _SCALED = (
     torch.float16,
@@ -45,7 +55,7 @@ def decode(payload: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     """
     assert payload.is_floating_point(), payload.dtype
     values = payload.to(torch.float32, copy=True)
-    is_scaled = payload.dtype in (torch.float16, torch.float8_e4m3fn)
+    is_scaled = payload.dtype in _SCALED
     return values.mul_(scale) if scale is not None and is_scaled else values
 
 
@@ -129,14 +139,12 @@ def master_values(stored: dict[str, torch.Tensor]) -> torch.Tensor:
 def derives_compute(optimizer: MegatronOptimizer) -> bool:
     """Return whether compute weights are the rounding of the stored master weights.
 
-    See `StateFormat`.
+    See `DERIVING_MASTERS`.
     """
     if not holds_masters(optimizer):
         return True
-    return optimizer.config.main_params_dtype in (
-        torch.float32,
-        torch.uint8,
-    ) and not keeps_remainders(optimizer)
+    is_deriving = optimizer.config.main_params_dtype in _DERIVING
+    return is_deriving and not keeps_remainders(optimizer)
 
 
 def keeps_remainders(optimizer: MegatronOptimizer) -> bool:

@@ -26,9 +26,9 @@ class WindowRef:
     replayable_to: int
     """Last iteration to which the window's step log leads."""
 
-    cut: str
-    """Identifies the assignment of operators to slots. All ranks of a stage need the
-    same cut.
+    assignment: str
+    """Identifies the assignment of operators to slots, which must be the same on all
+    ranks of a stage.
     """
 
     def __post_init__(self) -> None:
@@ -50,12 +50,12 @@ class WindowRef:
 
     def is_of(self, other: WindowRef) -> bool:
         """Return whether two ranks of one stage can use these two windows together."""
-        return (self.span, self.cut) == (other.span, other.cut)
+        return (self.span, self.assignment) == (other.span, other.assignment)
 
     def __str__(self) -> str:
         return (
-            f"{self.start} to {self.end} (steps to {self.replayable_to}, cut"
-            f" {self.cut})"
+            f"{self.start} to {self.end} (steps to {self.replayable_to}, assignment"
+            f" {self.assignment})"
         )
 
 
@@ -66,8 +66,8 @@ class ReplayedState:
     span: range
     """`span` of the replayed window."""
 
-    cut: str
-    """`cut` of the replayed window."""
+    assignment: str
+    """`assignment` of the replayed window."""
 
     iteration: int
     """Iteration that the replay has reached."""
@@ -133,7 +133,7 @@ class StageInventory:
 
     windows: Mapping[range, WindowRef]
     """Windows that each rank can get from some memory, by `span`, with the steps that
-    all ranks have for the window. Among several cuts, the cut with the most steps.
+    all ranks have for the window. Of several assignments, the one with the most steps.
     """
 
     logged_from: int
@@ -153,9 +153,9 @@ class StageInventory:
             span: `span` of the window.
         """
         replayed = self.replayed
-        is_of_window = replayed is not None and (replayed.span, replayed.cut) == (
-            span,
-            self.windows[span].cut,
+        is_of_window = replayed is not None and (
+            (replayed.span, replayed.assignment)
+            == (span, self.windows[span].assignment)
         )
         return replayed.iteration if replayed is not None and is_of_window else None
 
@@ -220,12 +220,13 @@ def _combine(inventories: Sequence[Inventory], memories: Memories) -> StageInven
         for key in shared
     ]
     return StageInventory(
-        # sorted by cut too: of two cuts with as many steps all ranks must take the same
-        # cut
+        # sorted by assignment too: of two assignments with as many steps all ranks must
+        # take the same one
         windows={
             window.span: window
             for window in sorted(
-                least, key=lambda window: (window.replayable_to, window.cut)
+                least,
+                key=lambda window: (window.replayable_to, window.assignment),
             )
         },
         logged_from=max(inventory.logged_from for inventory in inventories),
@@ -242,6 +243,6 @@ def _longest(
     """Return each window of a rank from the memory with the most steps for it."""
     windows = [window for memory in memories.values() for window in memory]
     return {
-        (window.span, window.cut): window
+        (window.span, window.assignment): window
         for window in sorted(windows, key=lambda window: window.replayable_to)
     }

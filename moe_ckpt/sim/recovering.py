@@ -176,10 +176,12 @@ def replayed_by(
             done=iteration - window.start,
         )
         if whole_s - rest_s <= spent_s:
-            return ReplayedState(span=rollback.span, cut="", iteration=iteration)
+            return ReplayedState(span=rollback.span, assignment="", iteration=iteration)
     if rollback.resumed_at is None:
         return None
-    return ReplayedState(span=rollback.span, cut="", iteration=rollback.resumed_at)
+    return ReplayedState(
+        span=rollback.span, assignment="", iteration=rollback.resumed_at
+    )
 
 
 def _rollback_s(setup: Setup, saving: Saving, rollback: Rollback, target: int) -> float:
@@ -242,12 +244,13 @@ def _inventories(
     # to its own end
     least = reached if saving.recovery is Recovery.LOCAL else 0
     refs = {
-        # one cut: simulated ranks of a stage always have the same order of operators
+        # one assignment: simulated ranks of a stage always have the same order of
+        # operators
         each.start: WindowRef(
             start=each.start,
             num_slots=each.num_slots,
             replayable_to=max(each.end, least),
-            cut="",
+            assignment="",
         )
         for each in kept
     }

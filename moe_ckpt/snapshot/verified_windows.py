@@ -57,11 +57,11 @@ def verified_window(
         start=contents[0].window_start,
         num_slots=len(contents),
         replayable_to=replayable_to,
-        cut=cut_of(contents),
+        assignment=assignment_of(contents),
     )
 
 
-def cut_of(slots: Sequence[SnapshotContents]) -> str:
+def assignment_of(slots: Sequence[SnapshotContents]) -> str:
     """Return an identifier of the assignment of operators to a window's slots.
 
     Args:

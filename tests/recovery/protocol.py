@@ -199,7 +199,7 @@ class RankWindows(NamedTuple):
                 start=start,
                 num_slots=1,
                 replayable_to=max(start, self.replayable_to),
-                cut="c",
+                assignment="c",
             )
             for start in sorted(self.windows)
         )

@@ -24,10 +24,17 @@ TARGET = 14
 
 
 def window(
-    start: int, *, num_slots: int = 3, replayable_to: int = TARGET, cut: str = "a"
+    start: int,
+    *,
+    num_slots: int = 3,
+    replayable_to: int = TARGET,
+    assignment: str = "a",
 ) -> WindowRef:
     return WindowRef(
-        start=start, num_slots=num_slots, replayable_to=replayable_to, cut=cut
+        start=start,
+        num_slots=num_slots,
+        replayable_to=replayable_to,
+        assignment=assignment,
     )
 
 
@@ -82,7 +89,7 @@ def test_a_window_with_fewer_steps_than_slots_is_our_own_bug() -> None:
 @pytest.mark.parametrize(
     ("windows", "held"),
     [
-        ([NEW, window(10, cut="b")], {}),
+        ([NEW, window(10, assignment="b")], {}),
         ([], {1: [NEW, window(10, num_slots=2)]}),
         ([], {0: [NEW]}),
     ],
@@ -96,7 +103,7 @@ def test_a_memory_that_cannot_be_is_our_own_bug(
 
 
 def test_an_error_lists_all_windows_and_logs() -> None:
-    old = window(5, num_slots=2, replayable_to=9, cut="b")
+    old = window(5, num_slots=2, replayable_to=9, assignment="b")
     inventories = [
         inventory(0, [NEW], {1: [old]}, logged=(11, 14)),
         inventory(1, logged=(15, 14)),
@@ -109,9 +116,9 @@ def test_an_error_lists_all_windows_and_logs() -> None:
         str(caught.value)
         == "stages [0, 1] cannot be rebuilt at iteration 14: looked for a complete"
         " window from which logs lead there, or that all ranks have; got rank 0 of"
-        " stage 0: windows 10 to 12 (steps to 14, cut a) in rank 0's memory,"
-        " boundary log 11 to 14; rank 1 of stage 1: windows 5 to 6 (steps to 9, cut"
-        " b) in rank 0's memory, boundary log none"
+        " stage 0: windows 10 to 12 (steps to 14, assignment a) in rank 0's memory,"
+        " boundary log 11 to 14; rank 1 of stage 1: windows 5 to 6 (steps to 9,"
+        " assignment b) in rank 0's memory, boundary log none"
     )
     with pytest.raises(
         CheckpointLoadError, match=r"^stages \[0, 1\] cannot be rebuilt: looked for"
@@ -181,7 +188,7 @@ def cut_off(
     replayed = (
         None
         if iteration is None
-        else ReplayedState(span=of.span, cut=of.cut, iteration=iteration)
+        else ReplayedState(span=of.span, assignment=of.assignment, iteration=iteration)
     )
     return replace(rank, stage=stage, replayed=replayed)
 
@@ -234,9 +241,9 @@ def test_a_replay_that_was_cut_off_goes_on_where_all_its_ranks_are(
 
 
 def test_a_cut_off_replay_of_another_window_or_segment_starts_over() -> None:
-    other_cut = cut_off(inventory(0, [NEW]), window(10, cut="b"), 12)
+    another = cut_off(inventory(0, [NEW]), window(10, assignment="b"), 12)
     older = cut_off(inventory(0, [NEW, window(5)]), window(5), 12)
-    for first in (other_cut, older):
+    for first in (another, older):
         assert plan([0], [first, inventory(1, [NEW])]).rollbacks == (
             rollback(0, 0, 10),
         )

@@ -71,14 +71,17 @@ def job_of(random: Random) -> Job:
 
     def ref(stage: int, start: int) -> WindowRef:
         slots = num_slots if random.random() < is_as_usual else random.randint(1, 4)
-        cut = f"{stage}{'a' if random.random() < is_as_usual else 'b'}"
+        assignment = f"{stage}{'a' if random.random() < is_as_usual else 'b'}"
         end = start + slots - 1
         replayable_to = max(
             end,
             target if random.random() < is_as_usual else target + random.randint(-4, 2),
         )
         return WindowRef(
-            start=start, num_slots=slots, replayable_to=replayable_to, cut=cut
+            start=start,
+            num_slots=slots,
+            replayable_to=replayable_to,
+            assignment=assignment,
         )
 
     def inventory(global_rank: int) -> Inventory:
@@ -130,7 +133,7 @@ def runs_of(stages: Iterable[int]) -> list[list[int]]:
 def shared(job: Job, stages: Iterable[int], iteration: int = 0) -> set[Slots]:
     """Return the windows from which all ranks of some stages can get to an iteration.
 
-    All ranks of a stage have the same cut of the window.
+    All ranks of a stage have the same assignment of operators to slots.
     """
 
     def of_rank(rank: Inventory) -> set[tuple[int, int, str]]:
@@ -139,7 +142,9 @@ def shared(job: Job, stages: Iterable[int], iteration: int = 0) -> set[Slots]:
             for window in job.anywhere(rank.global_rank)
             if window.replayable_to >= iteration
         ]
-        return {(window.start, window.num_slots, window.cut) for window in windows}
+        return {
+            (window.start, window.num_slots, window.assignment) for window in windows
+        }
 
     def of_stage(stage: int) -> set[Slots]:
         return {
@@ -259,7 +264,8 @@ def assert_as_expected(job: Job) -> RecoveryPlan | None:
 def assert_fetches_suffice(job: Job, plan: RecoveryPlan) -> None:
     """Assert that after the fetches, each rank that rolls back has a suitable window.
 
-    All ranks of a stage have the same cut of the window, with steps to the target.
+    All ranks of a stage have the same assignment of operators to slots, and steps to
+    the target.
     """
     memories = {
         i.global_rank: {window.start: window for window in i.windows}
@@ -279,8 +285,8 @@ def assert_fetches_suffice(job: Job, plan: RecoveryPlan) -> None:
                 memories[rank.global_rank][rollback.window_start]
                 for rank in job.ranks(stage)
             ]
-            assert {(window.num_slots, window.cut) for window in windows} == {
-                (len(rollback.span), windows[0].cut)
+            assert {(window.num_slots, window.assignment) for window in windows} == {
+                (len(rollback.span), windows[0].assignment)
             }
             assert all(
                 window.replayable_to >= plan.target_iteration for window in windows
@@ -304,8 +310,8 @@ def assert_fetches_are_needed_and_even(job: Job, plan: RecoveryPlan) -> None:
             same = [
                 w
                 for w in windows
-                if (w.start, w.num_slots, w.cut)
-                == (taken.start, taken.num_slots, taken.cut)
+                if (w.start, w.num_slots, w.assignment)
+                == (taken.start, taken.num_slots, taken.assignment)
             ]
             return any(window.replayable_to >= plan.target_iteration for window in same)
 

@@ -54,7 +54,10 @@ def losses(
 def of_all_ranks(lost: Losses, window: Kept) -> list[Inventory]:
     """Return the inventory that each of the 16 ranks would send in a real run."""
     ref = WindowRef(
-        start=window.start, num_slots=window.num_slots, replayable_to=REACHED, cut=""
+        start=window.start,
+        num_slots=window.num_slots,
+        replayable_to=REACHED,
+        assignment="",
     )
     held: dict[int, dict[int, tuple[WindowRef, ...]]] = {}
     for owner in lost.bare:
