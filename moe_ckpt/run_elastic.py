@@ -57,12 +57,14 @@ from moe_ckpt.elastic.generations import (
     STARTED_AGAIN,
     STORE_LOST,
     Generations,
+    Late,
     Member,
     Membership,
 )
 from moe_ckpt.elastic.janitor import janitor_of_node
 from moe_ckpt.elastic.job_store import (
     answer_exit_barrier,
+    has_static_agents,
     hosts_store,
     open_store,
     say_once,
@@ -108,7 +110,11 @@ from moe_ckpt.flowcheck.server_job import ServerJob
 from moe_ckpt.job_config import JobConfig
 from moe_ckpt.replication.client import DaemonClient
 from moe_ckpt.replication.daemon import DaemonSettings, run_daemon
-from moe_ckpt.replication.final_save import save_last, saved_iterations
+from moe_ckpt.replication.final_save import (
+    save_last,
+    save_while_missing,
+    saved_iterations,
+)
 from moe_ckpt.replication.holders import CopyHolders, PeerHolders
 from moe_ckpt.replication.messages import Ticket, parse_address
 from moe_ckpt.replication.placement import num_nodes
@@ -252,6 +258,9 @@ class Worker:
             self.page,
             join_s=runtime.join_s,
             grace_s=runtime.grace_s,
+            late=Late(after_s=2 * runtime.node_s, act=self._save_windows)
+            if runtime.spare_nodes
+            else None,
         )
         # the ranks do not meet here: a store of this process is enough until the first
         # generation forms
@@ -297,6 +306,31 @@ class Worker:
         if self._servers:
             return self._servers.holders(peers, supervised.ticket, self.page.waits)
         return peers
+
+    def _save_windows(self, missing: Sequence[int]) -> None:
+        """Save windows to disk, because ranks are missing and no spare node has come.
+
+        Args:
+            missing: The missing ranks.
+        """
+        memory, runtime = self.supervised.memory, self.job.runtime
+        if not self.supervised.has_daemon or not runtime.stop_save_s:
+            return
+        if self.launch.global_rank == 0:
+            _say(
+                f"ranks {', '.join(map(str, missing))} are missing, and no spare node"
+                " has taken them: windows go to disk, and the job waits"
+                f" runtime.join_s={runtime.join_s:g} seconds for a spare node"
+            )
+        daemon = DaemonClient(memory, timeout_s=runtime.copy_s)
+        self.page.wait_for_copies(True)
+        try:
+            save_while_missing(memory, daemon, runtime.copy_s, missing)
+        except (MoeCkptError, TimeoutError) as error:
+            _say(f"rank {self.launch.global_rank}: not saved while it waits: {error}")
+        finally:
+            daemon.close()
+            self.page.wait_for_copies(False)
 
     def enter_phase(self, phase: Phase) -> None:
         """Show this rank's phase on the status page; a recovery stays a recovery."""
@@ -450,7 +484,15 @@ def _run_with_spares(
     Returns:
         The exit status.
     """
+    wanted = (
+        "static (--node-rank, --master-addr, --master-port) with runtime.spare_nodes:"
+        " other agents start all ranks again when a node comes back"
+    )
+    require(has_static_agents(), "torchrun --rdzv-backend", "another one", wanted)
     machine = _own_machine(job, launch)
+    if launch.global_rank == 0 and not job.runtime.etcd:
+        limit = 'has the job\'s store, and the job ends with it (runtime.etcd: "")'
+        _say(f"runtime.spare_nodes: node 0, {socket.gethostname()}, {limit}")
     is_first, host = launch.local_rank == 0, socket.gethostname()
     if is_first and machine.is_spare:
         _say(f"{host} is a spare node, and waits")

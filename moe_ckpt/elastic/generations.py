@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count, takewhile
@@ -162,6 +162,18 @@ class Generations:
             # a swap: if the generation has ended meanwhile, `stop` stays
             self._store.compare_set(f"{generation}/decision", "", _GO)
 
+    def sign_in(self, generation: int, global_rank: int) -> None:
+        """Record by name that a rank arrives, for `missing`."""
+        self._store.set(f"{generation}/here/{global_rank}", "here")
+
+    def missing(self, generation: int, world_size: int) -> list[int]:
+        """Return the ranks that have not signed in."""
+        return [
+            rank
+            for rank in range(world_size)
+            if not self._store.check([f"{generation}/here/{rank}"])
+        ]
+
     def goes(self, generation: int, timeout_s: float) -> bool:
         """Wait until all ranks have arrived, or the generation has ended.
 
@@ -248,6 +260,17 @@ class Member:
     """Number of workers of the rank before this one, in this job."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Late:
+    """What a rank does while other ranks are late."""
+
+    after_s: float
+    """Seconds of the wait after which the other ranks are late."""
+
+    act: Callable[[Sequence[int]], None]
+    """Called then, in the training thread, with the ranks that have not arrived."""
+
+
 class Membership:
     """One worker's way through the generations.
 
@@ -273,6 +296,7 @@ class Membership:
         *,
         join_s: float,
         grace_s: float,
+        late: Late | None = None,
     ) -> None:
         """Prepare to join the first generation.
 
@@ -286,6 +310,7 @@ class Membership:
             join_s: Time limit for the arrival of all ranks, in seconds.
             grace_s: Seconds after the end of a generation until threads that still wait
                 for an operation are woken.
+            late: What to do if ranks are late; None: nothing.
         """
         self.member = member
         self.page = page
@@ -300,6 +325,7 @@ class Membership:
         self._groups = groups
         self._join_s = join_s
         self._grace_s = grace_s
+        self._late = late
         self._left = threading.Event()
         self._ended = threading.Event()
         self._reason = ""
@@ -352,8 +378,10 @@ class Membership:
             # before the arrival: if this worker dies after its arrival, the supervisor
             # ends the generation that the page names
             self.page.join(generation)
+            if self._late:
+                self._generations.sign_in(generation, self.member.global_rank)
             self._generations.arrive(generation, self.member.world_size)
-            goes = self._generations.goes(generation, self._join_s)
+            goes = self._goes(generation)
             if goes:
                 self._require_progress()
             if goes and self._form(generation):
@@ -421,6 +449,18 @@ class Membership:
         # the store may end before this process, which the watching thread must not take
         # for a loss
         self._left.set()
+
+    def _goes(self, generation: int) -> bool:
+        """Wait for all ranks, as `Generations.goes` does."""
+        late, left_s = self._late, self._join_s
+        # ranks meet for the first time once all have built their models
+        if late and late.after_s < left_s and generation > 1:
+            try:
+                return self._generations.goes(generation, late.after_s)
+            except RanksMissingError:
+                late.act(self._generations.missing(generation, self.member.world_size))
+            left_s -= late.after_s
+        return self._generations.goes(generation, left_s)
 
     def _require_progress(self) -> None:
         """Check that generations do not end in vain, again and again.

@@ -170,6 +170,17 @@ def connect(host: str, port: int) -> dist.Store:
     return store
 
 
+def has_static_agents() -> bool:
+    """Return whether torchrun's agents do not watch each other.
+
+    With a rendezvous that is not static, agents start all their ranks again when a node
+    comes back.
+    """
+    # c10d's key, in the store that its agents share with their workers
+    key = f"torch.rendezvous.{job_name()}"
+    return has_agent_store() and not _connect().check([key])
+
+
 def answer_exit_barrier(num_agents: int, num_all: int) -> None:
     """Arrive at the barrier in which torchrun's agents meet at the end, for others.
 

@@ -7,6 +7,8 @@ folder.
 
     worker, once, as it opens its memory:
         write_save_target(rank folder, target)
+    worker, while it waits for a spare node:
+        save_while_missing(rank folder, daemon, ...)
     process that the supervisor starts after worker and daemon have ended:
         save_last(rank folder), saved_iterations(rank folder)
 """
@@ -15,14 +17,15 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import msgspec
 
 from moe_ckpt.errors import CheckpointLoadError
-from moe_ckpt.replication.local_disk import persist
+from moe_ckpt.replication.client import DaemonClient
+from moe_ckpt.replication.local_disk import folder_of, persist
 from moe_ckpt.reserved_file import ReservedFile
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path, own_path
 from moe_ckpt.snapshot.codec import ShardIdentity
@@ -52,6 +55,10 @@ class SaveTarget:
 
     shard: ShardIdentity
     """The rank of the windows."""
+
+    def path_of(self, global_rank: int) -> Path:
+        """Return the folder of another rank on this rank's disk."""
+        return folder_of(Path(self.path).parent, global_rank)
 
 
 def write_save_target(rank_folder: Path, target: SaveTarget) -> None:
@@ -101,6 +108,34 @@ def save_last(rank_folder: Path) -> None:
             # nothing is stale: if another rank saves less, all ranks continue from an
             # older state
             persist(folder, disk, keys, [], target.limit_bytes)
+
+
+def save_while_missing(
+    rank_folder: Path, daemon: DaemonClient, timeout_s: float, missing: Iterable[int]
+) -> None:
+    """Copy all complete windows of a rank, and of ranks that are missing, to disk.
+
+    For a worker that waits for the missing ranks: no snapshot is taken meanwhile.
+
+    Args:
+        rank_folder: The rank's folder in shared memory.
+        daemon: The rank's daemon, which writes the rank's own windows.
+        timeout_s: Longest time for a window, in seconds.
+        missing: Ranks without a process. This rank may hold copies of their windows.
+
+    Raises:
+        CheckpointSaveError: The disk has no room, or the daemon does not answer.
+        TimeoutError: A window takes longer.
+    """
+    if (target := _target_of(rank_folder)) is None:
+        return
+    for rank in missing:
+        held = BlobFolder(held_path(rank_folder, rank))
+        for keys in windows_in(held):
+            persist(held, target.path_of(rank), keys, [], target.limit_bytes)
+    for keys in windows_in(BlobFolder(own_path(rank_folder))):
+        saving = daemon.persist(keys, [], Path(target.path), target.limit_bytes)
+        saving.result(timeout_s)
 
 
 def saved_iterations(rank_folder: Path) -> list[int]:

@@ -34,6 +34,11 @@ _CHUNK_BYTES = 1 << 20
 _NEVER_HELD = "never_held"
 
 
+def folder_of(disk: Path, global_rank: int) -> Path:
+    """Return the folder of a rank on a disk."""
+    return disk / f"rank{global_rank:04d}"
+
+
 class LocalDisk:
     """A worker's access to the rank's disk.
 
@@ -55,7 +60,7 @@ class LocalDisk:
             daemon: Writes to the disk. None: the worker only reads.
             limit_bytes: Most bytes that the rank's folder may hold. None: no limit.
         """
-        self.path = folder / f"rank{global_rank:04d}"
+        self.path = folder_of(folder, global_rank)
         self._daemon = daemon
         self.limit_bytes = limit_bytes
 

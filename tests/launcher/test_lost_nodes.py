@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt.elastic.process_failure import FaultClass
-from moe_ckpt.events import Rejoined, WorkerStarted
+from moe_ckpt.elastic.supervisor import REQUEUE
+from moe_ckpt.events import Rejoined, StateResumed, WorkerStarted
 from moe_ckpt.types import Phase
 from scripts import hosts
 from tests.harness.jobs.hosts_job import network_of
@@ -25,7 +26,7 @@ from tests.harness.jobs.training import events_of
 from tests.scenarios import PP2, PP4
 
 TWO = (*PP2, "parallel.ep=1", "train.iterations=60")
-LONG = (*PP2, "parallel.ep=1", "train.iterations=200")
+LONG = (*PP2, "parallel.ep=1", "train.iterations=120")
 WINDOW = ("ckpt=moevement", "ckpt.window=2", "ckpt.replicas=1")
 AT = 20
 
@@ -164,3 +165,46 @@ def test_one_of_four_hosts_is_replaced(
         require_kept_processes(job, workers)
     assert [job.status(host) for host in (0, 1, 3, 4)] == [0] * 4
     assert "Error waiting on exit barrier" not in job.said()
+
+
+@pytest.mark.full
+def test_without_a_spare_the_job_saves_and_waits_and_goes_on_with_a_later_host(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    """The spare host is lost first, then a host that trains; both come back."""
+    stack.enter_context(network_of(3))
+    job = SpareHostsJob(stack, tmp_path, 2, 1, *WINDOW, *LONG, "runtime.node_s=3")
+    job.wait_for_iteration(AT)
+    workers = job.workers(without=1)
+    job.lose(2)
+    job.lose(job.stop_at(1, Phase.STEP, AT + 10))
+    job.wait_for(
+        lambda: "no spare node has taken them: windows go to disk" in job.said(),
+        "the save",
+    )
+    job.start(1)
+    assert outcome_of(job.run, job.result()) == uninterrupted(2, *LONG)
+    require_local_recovery(job, workers)
+    assert [job.status(host) for host in (0, 1)] == [0, 0]
+
+
+@pytest.mark.full
+def test_a_job_that_gets_no_spare_host_in_time_can_be_started_again(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    """The windows of the lost rank are on disk, too: their holder has saved them."""
+    limits = ("runtime.node_s=3", "runtime.progress_s=10", "runtime.form_s=10")
+    settings = (*WINDOW, *LONG, *limits, "runtime.join_s=25", "runtime.health_s=5")
+    stack.enter_context(network_of(3))
+    job = SpareHostsJob(stack, tmp_path, 2, 1, *settings)
+    job.wait_for_iteration(AT)
+    job.lose(2)
+    job.lose(job.stop_at(1, Phase.FORWARD, AT + 10))
+    assert job.status(0) == 1
+    said = job.said()
+    assert f"exitcode  : {REQUEUE}" in said
+    assert "no spare node has taken the missing ranks. The job can be started" in said
+    again = SpareHostsJob(stack, tmp_path / "again", 2, 1, *settings, run=job.run)
+    assert outcome_of(again.run, again.result()) == uninterrupted(2, *LONG)
+    [resumed] = events_of(again.run, StateResumed)
+    assert (resumed.source, resumed.iteration >= AT + 5) == ("local disk", True)

@@ -41,6 +41,8 @@ class SpareHostsJob:
         num_nodes: The number of hosts that train.
         num_spares: The number of hosts that wait.
         overrides: Settings of the launcher.
+        run: The run folder of an earlier job, which this one continues; None: a new
+            run.
     """
 
     def __init__(
@@ -50,8 +52,10 @@ class SpareHostsJob:
         num_nodes: int,
         num_spares: int,
         *overrides: str,
+        run: Path | None = None,
     ) -> None:
-        self.run = folder / "run"
+        folder.mkdir(exist_ok=True)
+        self.run = run or folder / "run"
         self.num_nodes = num_nodes
         self._folder = folder
         self._num_hosts = num_nodes + num_spares
@@ -71,6 +75,8 @@ class SpareHostsJob:
 
     def start(self, host: int) -> None:
         """Start torchrun on a host, at the job's start or once the host was lost."""
+        if host in self._agents:
+            self._agents[host].wait()
         self._starts += 1
         log = self._folder / f"start{self._starts}-host{host}.log"
         self._logs[host] = log
