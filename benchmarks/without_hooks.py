@@ -16,8 +16,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from launcher.config import compose_settings
 from launcher.run import run_in
 from moe_ckpt.elastic.torchrun import read_launch
+from moe_ckpt.elastic_worker import Worker
 from moe_ckpt.ports import TrainingHooks
-from moe_ckpt.run_elastic import Worker, run_elastic
+from moe_ckpt.run_elastic import run_elastic
 from moe_ckpt.types import ReadyGradients
 
 

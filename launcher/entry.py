@@ -16,12 +16,12 @@ from launcher.faults.carry_out import carry_out
 
 # these imports include Megatron, which took 3 s of every replacement when a worker
 # imported it after the fork
-from launcher.run import run_in
+from launcher.run import run_in, use_cpu
 from moe_ckpt.elastic.supervisor import start_beside
 from moe_ckpt.elastic.torchrun import read_launch
 from moe_ckpt.faults.schedule import Kill
 from moe_ckpt.loop import start_rank
-from moe_ckpt.run_elastic import SupervisedRank
+from moe_ckpt.supervised_rank import SupervisedRank
 
 
 def start(settings: Settings) -> int:
@@ -47,6 +47,7 @@ def start(settings: Settings) -> int:
         read_launch(),
         lambda worker: run_in(worker, settings),
         beside=lambda supervised: _start_faults(settings, supervised),
+        use_cpu=use_cpu,
     )
 
 

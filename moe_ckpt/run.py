@@ -38,8 +38,8 @@ from moe_ckpt.loop_names import LOOPS
 from moe_ckpt.run_settings import Command, RunSettings, parse_run
 
 if TYPE_CHECKING:
+    from moe_ckpt.elastic_worker import Worker
     from moe_ckpt.integrations.loops import Loop
-    from moe_ckpt.run_elastic import Worker
 
 _FAILED = 1
 
@@ -109,8 +109,13 @@ def start(settings: RunSettings, launch: Launch, imports: Sequence[str]) -> int:
     # with these modules imported, a worker starts a second earlier
     for name in imports:
         importlib.import_module(name)
+    from moe_ckpt.loop import warm_up  # noqa: PLC0415
+
     return run_elastic(
-        settings.job, launch, lambda worker: _work(settings, loop, worker)
+        settings.job,
+        launch,
+        lambda worker: _work(settings, loop, worker),
+        warm_up=lambda: warm_up(settings.job, launch, loop.use_cpu),
     )
 
 

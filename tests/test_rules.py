@@ -23,6 +23,9 @@ SLEEPERS = {
     "tests/harness/jobs/hosts_job.py": (
         "the only signs that other processes give are their files"
     ),
+    "tests/harness/jobs/spare_hosts_job.py": (
+        "the only signs that other processes give are their files"
+    ),
     "tests/launcher/test_partitions.py": (
         "the time for which a link is cut is the subject"
     ),
@@ -54,6 +57,7 @@ USE_TORCH_DISTRIBUTED = {  # process groups, stores and what is inside them
     *(
         "etcd_client",
         "etcd_store",
+        "machines",
         "stop_board",
         "staged",
         "staged_group",

@@ -10,7 +10,7 @@ from moe_ckpt.elastic.generations import FENCED, STORE_LOST
 from moe_ckpt.elastic.shared_memory import Ended
 from moe_ckpt.elastic.supervisor import REQUEUE
 from moe_ckpt.elastic.torchrun import read_launch
-from moe_ckpt.run_elastic import how_ended
+from moe_ckpt.supervised_rank import how_ended
 
 W, F, G = Ended.WELL, Ended.FOR_GOOD, Ended.TO_GO_ON
 

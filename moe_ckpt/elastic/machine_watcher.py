@@ -27,8 +27,6 @@ from pathlib import Path
 from threading import Thread
 from typing import NoReturn
 
-import torch.distributed as dist
-
 from moe_ckpt.elastic.janitor import SUPERVISORS
 from moe_ckpt.elastic.lost_machines import Loss, LostMachines
 from moe_ckpt.elastic.machine_calls import Call, listen_for_supervisors, send_call
@@ -80,7 +78,7 @@ class WatcherProcess:
         self,
         settings: WatcherSettings,
         agent_pid: int,
-        open_store: Callable[[], dist.Store],
+        open_board: Callable[[], MachineBoard],
         answer_exit_barrier: Callable[[int], None],
     ) -> None:
         """Prepare to start the watcher.
@@ -88,13 +86,13 @@ class WatcherProcess:
         Args:
             settings: The settings of the watcher.
             agent_pid: torchrun's agent.
-            open_store: Opens a new connection to the keys of machines.
+            open_board: Opens the keys of machines over a new connection.
             answer_exit_barrier: Arrives at the barrier in which torchrun's agents meet
                 at the end, for a number of agents that are gone.
         """
         self._settings = settings
         self._agent_pid = agent_pid
-        self._open_store = open_store
+        self._open_board = open_board
         self._answer_exit_barrier = answer_exit_barrier
         self._listening: socket.socket | None = None
 
@@ -130,13 +128,13 @@ class WatcherProcess:
             os.chdir("/")
             watcher = MachineWatcher(
                 self._settings,
-                MachineBoard(self._open_store()),
+                self._open_board(),
                 port=machines.getsockname()[1],
                 supervisors=supervisors,
                 stop_supervisors=self._stop_supervisors,
                 answer_exit_barrier=self._answer_exit_barrier,
             )
-            watcher.run(agent, MachineBoard(self._open_store()))
+            watcher.run(agent, self._open_board())
         finally:
             os._exit(0)
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import torch.distributed as dist
-
 from moe_ckpt.elastic.janitor import janitor_of_node
 from moe_ckpt.elastic.machine_calls import Call, wait_for_call
 from moe_ckpt.elastic.machine_watcher import WatcherProcess, WatcherSettings
@@ -32,7 +30,7 @@ class OwnMachine:
     def __init__(
         self,
         launch: Launch,
-        store: dist.Store,
+        board: MachineBoard,
         root: Path,
         watcher: Callable[[WatcherSettings], WatcherProcess],
         *,
@@ -44,7 +42,7 @@ class OwnMachine:
 
         Args:
             launch: This process's position, as torchrun has given it.
-            store: The keys of machines.
+            board: The keys of machines.
             root: The machine's folder in shared memory.
             watcher: Returns the machine's watcher.
             host: Address of the machine.
@@ -55,7 +53,7 @@ class OwnMachine:
         self.root = root
         self.host = host
         self.is_spare = launch.node >= launch.num_nodes - spare_nodes
-        self._board = MachineBoard(store)
+        self._board = board
         self._num_nodes = launch.num_nodes - spare_nodes
         self._watcher = watcher(
             WatcherSettings(

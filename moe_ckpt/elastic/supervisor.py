@@ -111,6 +111,11 @@ class SupervisorHooks:
     returns the exit status of that process. None: no last save.
     """
 
+    begin_waiting: Callable[[int], int | None] = lambda _: None
+    """Lets a waiting process become the first worker, with an incarnation, and returns
+    its pid; None if there is none.
+    """
+
     notice: Path | None = None
     """File whose appearance asks the job to stop; None: no such file."""
 
@@ -194,7 +199,7 @@ class Supervisor:
             status = self._supervise()
         except StoreLostError as error:
             # without the store, nothing can be agreed with other ranks any more
-            _complain(f"error: rank {self._global_rank}: {error}")
+            complain(f"error: rank {self._global_rank}: {error}")
             status = STORE_LOST
         except Exception:
             self._save_last()  # an error of this process loses no iteration
@@ -289,7 +294,7 @@ class Supervisor:
         earlier, self._last_failure = self._last_failure, failure
         if not failure.repeats(earlier):
             return False
-        _complain(
+        complain(
             f"error: rank {self._global_rank} failed again in iteration"
             f" {failure.iteration} at the same place: this is an error of the program"
             f" and not of the hardware\n{failure.traceback}"
@@ -303,7 +308,7 @@ class Supervisor:
         """
         if is_killed and self._page.phase is Phase.DONE:
             return 0
-        _complain(
+        complain(
             f"error: rank {self._global_rank} {why} after the last iteration, in the"
             " script's own work"
         )
@@ -342,7 +347,10 @@ class Supervisor:
         supervisor_pid = os.getpid()
         # a handler must find the pid of the new worker
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
-        self._pid = os.fork()
+        # a second call returns None
+        self._pid = self._hooks.begin_waiting(self._incarnation) or os.fork()
+        # from now on not one of the processes that are there before every worker
+        self._beside.discard(self._pid)
         if self._pid == 0:
             for number in _STOPPING:
                 # while the signals are blocked: `_stop` would end the worker with a
@@ -389,7 +397,7 @@ class Supervisor:
             f"it has not ended in {_END_S:g} seconds: a driver or a disk of"
             f" {socket.gethostname()} does not answer"
         )
-        _complain(f"error: rank {self._global_rank} {hung}, but {reason}")
+        complain(f"error: rank {self._global_rank} {hung}, but {reason}")
         self._exit(_FAILED)
 
     def _replace_dead_daemon(self) -> None:
@@ -402,7 +410,7 @@ class Supervisor:
         assert self._hooks.start_daemon is not None
         self._daemon_pid = 0  # first: `_exit` kills the process with this pid
         if not self._daemon_deaths.allows_another(self._page.iteration):
-            _complain(
+            complain(
                 f"error: the daemon of rank {self._global_rank} died"
                 f" {self._daemon_deaths}, giving up"
             )
@@ -443,7 +451,7 @@ class Supervisor:
         self._generations.record_death(generation or self._generations.current(), death)
         if generation:
             return self._generations.end(generation, str(death))
-        _complain(f"{death}, before it had met the others")
+        complain(f"{death}, before it had met the others")
         return True
 
     def _may_replace(self, death: Death) -> bool:
@@ -452,7 +460,7 @@ class Supervisor:
         The budget of deaths, and the health of this place, decide.
         """
         if not self._worker_deaths.allows_another(death.iteration):
-            _complain(
+            complain(
                 f"error: rank {self._global_rank} died {self._worker_deaths}, giving"
                 f" up; the last time: {death}"
             )
@@ -464,12 +472,12 @@ class Supervisor:
         self._is_sick = sick is not None
         if sick:
             place = f"{socket.gethostname()}, the place of rank {self._global_rank},"
-            _complain(
+            complain(
                 f"error: {place} is sick, no worker is started there again: {sick}; the"
                 f" last time: {death}"
             )
             if self._hooks.leave:
-                _complain(
+                complain(
                     "runtime.sick_place=leave: this node leaves the job to a spare one"
                 )
         return sick is None
@@ -515,7 +523,7 @@ class Supervisor:
             return
         self._looked_s = now_s
         if notice.exists():
-            _complain(
+            complain(
                 f"rank {self._global_rank}: runtime.notice_file={notice} asks to stop"
             )
             self._exit(REQUEUE)
@@ -528,7 +536,7 @@ class Supervisor:
         self._look_for_stopped_s = now_s + self._limits.heartbeat_s / _LOOKS_FOR_STOPPED
         names = {self._daemon_pid: "daemon", **self._hooks.node_processes()}
         for pid in self._stopped.look(pid for pid in names if pid):
-            _complain(
+            complain(
                 f"rank {self._global_rank}: the {names[pid]} (process {pid}) was"
                 " stopped, and goes on"
             )
@@ -543,7 +551,7 @@ class Supervisor:
         is_forked = os.getpid() != supervisor_pid
         if stopped_s >= self._limits.heartbeat_s and not is_forked:
             stopped = f"was stopped for {stopped_s:.0f} s, and goes on"
-            _complain(
+            complain(
                 f"rank {self._global_rank}: the supervisor (process {supervisor_pid})"
                 f" {stopped}"
             )
@@ -581,7 +589,7 @@ class Supervisor:
                 # disk answers
                 os.kill(pid, signal.SIGKILL)
                 limit = f"runtime.stop_save_s={self._limits.stop_save_s:g} seconds"
-                _complain(
+                complain(
                     f"rank {self._global_rank}: not saved within {limit}: the next"
                     " start uses an older state"
                 )
@@ -641,7 +649,8 @@ def _fault_of(failure: Failure | None, hung: str | None) -> FaultClass:
     return FaultClass.HANG if hung else FaultClass.SIGNAL
 
 
-def _complain(text: str) -> None:
+def complain(text: str) -> None:
+    """Print a message for users on standard error."""
     print(text, file=sys.stderr, flush=True)
 
 

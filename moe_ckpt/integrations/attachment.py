@@ -24,6 +24,7 @@ from moe_ckpt.collectives import TorchRanks
 from moe_ckpt.config import require
 from moe_ckpt.durable.course import RunCourse
 from moe_ckpt.elastic.process_groups import BACKEND, CPU_BACKEND
+from moe_ckpt.elastic_worker import Worker
 from moe_ckpt.exactness import BITWISE, resolve_exactness
 from moe_ckpt.integrations.attached_loop import (
     AttachedLoop,
@@ -36,7 +37,6 @@ from moe_ckpt.loop import JoinedWorker, Training, train
 from moe_ckpt.megatron.determinism import make_deterministic
 from moe_ckpt.megatron.schedule import asked_by_override, settings_of_optimizer
 from moe_ckpt.megatron.state import TrainingState
-from moe_ckpt.run_elastic import Worker
 from moe_ckpt.run_settings import RunSettings
 from moe_ckpt.types import ParallelLayout
 

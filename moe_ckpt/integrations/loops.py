@@ -17,9 +17,9 @@ from moe_ckpt.integrations.megatron_lm_seams import import_training
 from moe_ckpt.integrations.ms_swift_seams import import_swift
 
 if TYPE_CHECKING:
+    from moe_ckpt.elastic_worker import Worker
     from moe_ckpt.integrations.loop_plain import Watch
     from moe_ckpt.loop import JoinedWorker
-    from moe_ckpt.run_elastic import Worker
     from moe_ckpt.run_settings import RunSettings
 
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from moe_ckpt.config import require
+from moe_ckpt.elastic_worker import Worker
 from moe_ckpt.integrations.attached_loop import IterationShape, reset_loop
 from moe_ckpt.integrations.attachment import (
     Attachment,
@@ -37,7 +38,6 @@ from moe_ckpt.integrations.megatron_lm_options import (
 from moe_ckpt.loop import JoinedWorker
 from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.megatron.step import gather_late_parameters
-from moe_ckpt.run_elastic import Worker
 from moe_ckpt.run_settings import RunSettings
 
 _SHAPING = (

@@ -22,6 +22,7 @@ from typing import Any
 from megatron.core import num_microbatches_calculator, parallel_state
 
 from moe_ckpt.config import require
+from moe_ckpt.elastic_worker import Worker
 from moe_ckpt.integrations.attached_loop import IterationShape, Stepping, reset_loop
 from moe_ckpt.integrations.attachment import (
     Attachment,
@@ -38,7 +39,6 @@ from moe_ckpt.integrations.ms_swift_options import (
 )
 from moe_ckpt.loop import JoinedWorker
 from moe_ckpt.megatron.state import TrainingState
-from moe_ckpt.run_elastic import Worker
 from moe_ckpt.run_settings import RunSettings
 
 

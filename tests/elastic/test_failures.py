@@ -23,11 +23,12 @@ from moe_ckpt.elastic.failures import (
     write_failure,
 )
 from moe_ckpt.elastic.torchrun import Launch
+from moe_ckpt.elastic_worker import Worker
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.job_config import JobConfig
-from moe_ckpt.run_elastic import SupervisedRank, Worker
 from moe_ckpt.run_folder import RunFolder
 from moe_ckpt.run_settings import runtime_config
+from moe_ckpt.supervised_rank import SupervisedRank
 from tests.harness.gloo.processes import Child
 from tests.harness.gloo.workers import caused
 from tests.policies.profiles import config as config_of

@@ -28,9 +28,9 @@ from moe_ckpt.replication.final_save import (
     windows_in,
     write_save_target,
 )
-from moe_ckpt.run_elastic import SupervisedRank
 from moe_ckpt.run_folder import RunFolder
 from moe_ckpt.snapshot.blobs import BlobFolder, own_path
+from moe_ckpt.supervised_rank import SupervisedRank
 from moe_ckpt.types import RunIdentity
 from tests.engine.damage import flip_a_bit_of, rewrite_headers
 from tests.harness.threads.job import TICKET, ThreadJob
