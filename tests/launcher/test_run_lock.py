@@ -259,10 +259,10 @@ def test_a_job_that_moved_has_its_folder_while_the_process_that_it_left_lives(
 def fork_and_end(connection: Connection, run: Path) -> None:
     """Take a folder, and leave a child process that lives on."""
     take_lock(run)
-    child = os.fork()
-    if child == 0:
+    if os.fork() == 0:
+        # from the child, which has closed its parent's descriptors by then
+        connection.send(os.getpid())
         signal.pause()
-    connection.send(child)
 
 
 def test_a_process_that_a_holder_forks_does_not_keep_its_folder(
