@@ -324,17 +324,22 @@ def test_an_error_of_a_supervisor_in_a_loop_of_ones_own_is_one_line(
 
 
 def test_the_slurm_script_starts_a_run_that_parses(tmp_path: Path) -> None:
-    """Uses stand-ins for Slurm's programs: `srun` writes the command of each node."""
-    words = tmp_path / "words"
+    """Uses stand-ins: `srun` runs the command on two nodes, `torchrun` writes words."""
+    of_nodes = [tmp_path / f"node{number}" for number in range(2)]
     for name, text in {
         "scontrol": "echo node-1; echo node-2",
-        "srun": f"printf '%s\\n' \"$@\" > {words}",
+        "srun": (
+            "[ \"$1 $2\" = '--no-kill --kill-on-bad-exit=0' ] && shift 2\n"
+            'for number in 0 1; do SLURM_NODEID=$number "$@"; done'
+        ),
+        "torchrun": f"printf '%s\\n' \"$@\" > {tmp_path}/node$SLURM_NODEID",
     }.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     variables = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "SLURM_JOB_NODELIST": "node-[1-2]",
+        "SLURM_JOB_NUM_NODES": "2",
         "SLURM_JOB_ID": "7",
     }
     command = [
@@ -345,19 +350,23 @@ def test_the_slurm_script_starts_a_run_that_parses(tmp_path: Path) -> None:
         "2",
     ]
     subprocess.run(command, env=variables, check=True, cwd=tmp_path)
-    written = words.read_text().splitlines()
-    start, own = (
-        written[: written.index("moe_ckpt.run") + 1],
-        written[written.index("moe_ckpt.run") + 1 :],
-    )
-    assert "--rdzv-endpoint=node-1:29500" in start
-    assert start.index("torchrun") < start.index("--nnodes=4:4")
+    commands = [path.read_text().splitlines() for path in of_nodes]
+    assert [words[0] for words in commands] == ["--node-rank=0", "--node-rank=1"]
+    [words, other] = [words[1:] for words in commands]
+    assert words == other
+    run_at = words.index("moe_ckpt.run")
+    start, own = words[: run_at + 1], words[run_at + 1 :]
+    assert start == [
+        *("--nnodes=2", "--nproc-per-node=8"),
+        *("--master-addr=node-1", "--master-port=29500", "--rdzv-id=7"),
+        *("-m", "moe_ckpt.run"),
+    ]
     settings = parse_run(own)
     assert settings.command == Command(
         name="pretrain_gpt.py", is_module=False, arguments=("--num-layers", "2")
     )
-    assert (settings.job.ranks_per_node, settings.job.folder.dir) == (
-        8,
+    assert (settings.job.runtime.spare_nodes, settings.job.folder.dir) == (
+        1,
         f"{tmp_path}/outputs/7",
     )
 
@@ -381,6 +390,7 @@ def test_the_slurm_script_saves_and_queues_the_job_again(tmp_path: Path) -> None
         env={
             "PATH": f"{tmp_path}:{os.environ['PATH']}",
             "SLURM_JOB_NODELIST": "node-1",
+            "SLURM_JOB_NUM_NODES": "1",
             "SLURM_JOB_ID": "7",
         },
         cwd=tmp_path,
@@ -391,55 +401,53 @@ def test_the_slurm_script_saves_and_queues_the_job_again(tmp_path: Path) -> None
     assert order.read_text().splitlines() == ["saved", "requeue 7"]
 
 
-# fields of the pod specification of Kubernetes' core/v1 that the example may use
-POD_FIELDS = {
-    *("containers", "volumes", "terminationGracePeriodSeconds"),
-}
-CONTAINER_FIELDS = {
-    "name",
-    "image",
-    "command",
-    "args",
-    "env",
-    "resources",
-    "volumeMounts",
-}
-JOB_FIELDS = {"nprocPerNode": str, "elasticPolicy": dict, "pytorchReplicaSpecs": dict}
-ELASTIC_FIELDS = {
-    "rdzvBackend": str,
-    "minReplicas": int,
-    "maxReplicas": int,
-    "maxRestarts": int,
-}
+def kubernetes_objects() -> dict[str, Any]:
+    """Return the objects of the example by kind."""
+    text = (ROOT / "examples" / "kubernetes.yaml").read_text()
+    return {each["kind"]: each for each in yaml.safe_load_all(text)}
 
 
 def test_the_kubernetes_job_has_shared_memory_and_its_options_parse() -> None:
-    job = yaml.safe_load((ROOT / "examples" / "kubernetes.yaml").read_text())
-    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
-    for fields, values in (
-        (JOB_FIELDS, job["spec"]),
-        (ELASTIC_FIELDS, job["spec"]["elasticPolicy"]),
-    ):
-        assert {name: type(value) for name, value in values.items()} == fields
-    workers = job["spec"]["pytorchReplicaSpecs"]["Worker"]
-    pod = workers["template"]["spec"]
-    (container,) = pod["containers"]
-    assert set(pod) <= POD_FIELDS
-    assert set(container) <= CONTAINER_FIELDS
-    assert container["name"] == "pytorch", (
-        "the operator finds the container by this name"
-    )
+    objects = kubernetes_objects()
+    job, runtime = objects["TrainJob"]["spec"], objects["TrainingRuntime"]
+    assert job["runtimeRef"] == {
+        "kind": "TrainingRuntime",
+        "name": runtime["metadata"]["name"],
+    }
+    [of_nodes] = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    pods = of_nodes["template"]["spec"]
+    pod = pods["template"]["spec"]
+    [container] = pod["containers"]
+    # Trainer adds the command and torchrun's variables to the container by these names
+    step = of_nodes["template"]["metadata"]["labels"]
+    assert step == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    assert (of_nodes["name"], container["name"]) == ("node", "node")
+    assert (pods["completionMode"], pod["restartPolicy"]) == ("Indexed", "Never")
     mounted = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-    (shared,) = [
+    [shared] = [
         volume for volume in pod["volumes"] if volume["name"] == mounted["/dev/shm"]
     ]
     assert shared["emptyDir"]["medium"] == "Memory"
-    assert pod["terminationGracePeriodSeconds"] > 2 * GRACE_S
-    variables = {variable["name"]: variable["value"] for variable in container["env"]}
+    trainer = job["trainer"]
+    variables = {variable["name"]: variable["value"] for variable in trainer["env"]}
     command = attached_command(
-        variables["MOE_CKPT"], ["python", *container["command"][1:], *container["args"]]
+        variables["MOE_CKPT"], ["python", *trainer["command"][1:], *trainer["args"]]
     )
     settings = parse_run(command[2:])
-    assert settings.job.ranks_per_node == int(job["spec"]["nprocPerNode"])
-    assert Path(settings.job.folder.dir or "").is_relative_to("/runs")
-    assert workers["replicas"] == job["spec"]["elasticPolicy"]["minReplicas"]
+    spare_nodes = settings.job.runtime.spare_nodes
+    [rule] = pods["successPolicy"]["rules"]
+    assert spare_nodes == trainer["numNodes"] - rule["succeededCount"] == 1
+    assert pod["terminationGracePeriodSeconds"] > max(
+        2 * GRACE_S, settings.job.runtime.stop_save_s
+    )
+    [shared_folder] = [path for path, name in mounted.items() if name == "runs"]
+    assert Path(settings.job.folder.dir or "").is_relative_to(shared_folder)
+
+
+def test_the_kubernetes_objects_have_fields_that_trainer_knows() -> None:
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    for kind, written in kubernetes_objects().items():
+        assert written["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
+        read = getattr(models, f"TrainerV1alpha1{kind}").from_dict(written)
+        # the models leave out fields that they do not know
+        assert read.to_dict() == written
