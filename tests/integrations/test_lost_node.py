@@ -1,7 +1,7 @@
 """Megatron-LM's own loop, attached: a spare node takes the ranks of a lost node.
 
-The script reads RANK and WORLD_SIZE in a worker, which has no rank before the loss. Only
-a whole job has such a worker.
+The script reads RANK and WORLD_SIZE in a worker that has waited without a rank. Only a
+whole job has such a worker.
 """
 
 from __future__ import annotations
