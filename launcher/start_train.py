@@ -16,6 +16,7 @@ from pathlib import Path
 from launcher.overrides import make_parser, parse
 from launcher.train import DESCRIPTION, show
 from moe_ckpt.arguments import Parser
+from moe_ckpt.elastic.torchrun import require_spares
 from moe_ckpt.errors import exit_status
 from moe_ckpt.torchrun_options import (
     add_torchrun_options,
@@ -72,7 +73,9 @@ def train_command(arguments: Sequence[str]) -> list[str]:
     settings = compose_settings(options.overrides)
     num_processes, num_nodes = count_processes(options), count_nodes(options)
     if num_processes is not None and num_nodes is not None:
-        layout = check_job(settings, num_processes * num_nodes)
+        spare_nodes = settings.job.runtime.spare_nodes
+        require_spares(num_nodes, spare_nodes)
+        layout = check_job(settings, num_processes * (num_nodes - spare_nodes))
         # the first of several nodes has as many ranks as each node, and has the ranks
         # of the first stage
         require_host_memory(settings, layout, range(num_processes), is_idle=True)

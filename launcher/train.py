@@ -92,7 +92,7 @@ def _train(overrides: Sequence[str]) -> int:
     # before the imports below, so that a start that cannot work is refused at once
     launch = read_launch("launcher/train.py")
     spare_nodes = settings.job.runtime.spare_nodes
-    require_spares(launch, spare_nodes)
+    require_spares(launch.num_nodes, spare_nodes)
     num_nodes = launch.num_nodes - spare_nodes
     layout = check_job(settings, num_nodes * launch.local_world_size)
     # a spare node may become any node

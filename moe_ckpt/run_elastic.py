@@ -138,7 +138,7 @@ def run_elastic(
     )
     _own_rank.append(launch.global_rank)
     if runtime.spare_nodes:
-        require_spares(launch, runtime.spare_nodes)
+        require_spares(launch.num_nodes, runtime.spare_nodes)
     if runtime.etcd:
         use_etcd(runtime.etcd)
     elif not has_agent_store():

@@ -6,6 +6,7 @@ waits with it. `elastic.machines` explains machines and nodes.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from moe_ckpt.elastic.supervisor import Supervisor, complain
 from moe_ckpt.elastic.torchrun import Launch, export_launch
 from moe_ckpt.elastic.waiting_worker import WaitingWorker
 from moe_ckpt.elastic_worker import Worker, open_part, run_one_worker
+from moe_ckpt.errors import StoreLostError
 from moe_ckpt.job_config import JobConfig
 from moe_ckpt.replication.placement import num_nodes
 from moe_ckpt.run_folder import read_run_folder
@@ -126,7 +128,8 @@ def run_with_spares(
         except Exception:
             # otherwise spare nodes would take the node, one after another, for the same
             # error
-            machine.end_job(_FAILED)
+            with contextlib.suppress(StoreLostError):
+                machine.end_job(_FAILED)
             raise
         # FENCED: another machine is the node now. STORE_LOST: nothing can be recorded
         if status == FENCED:

@@ -12,7 +12,7 @@ Owns: the connections, and the time since each sign. Must not: act on a loss.
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import selectors
 import socket
 import time
@@ -20,8 +20,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from moe_ckpt.elastic.machines import Machine
-
-_CONNECT_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,9 +47,12 @@ class _Watched:
     """Time at which that sign was read first, on this machine's monotonic clock."""
 
     link: socket.socket | None = None
-    """A connection to the machine; None: there is none."""
+    """A connection to the machine, or an attempt at one; None: there is none."""
 
-    refused: bool = False
+    is_connected: bool = False
+    """Whether the connection is established."""
+
+    is_refused: bool = False
     """Whether the machine's kernel has refused a connection."""
 
     ended_unix_s: float = 0.0
@@ -59,11 +60,11 @@ class _Watched:
 
 
 class LostMachines:
-    """Watches machines from this one.
+    """Watches machines from this one. No method waits.
 
     Args:
         node_s: `runtime.node_s`.
-        selector: Gets the connections; `ended` takes those that are readable.
+        selector: Gets the connections, each with `ready` as its data.
         now: The clock, in seconds.
     """
 
@@ -96,8 +97,8 @@ class LostMachines:
                 self._watched[name] = known
             elif known.machine != machine:
                 self._close(known)
-                known.machine, known.refused = machine, False
-            if known.link is None and not known.refused:
+                known.machine, known.is_refused = machine, False
+            if known.link is None and not known.is_refused:
                 self._connect(known)
 
     def look(self, signs: Mapping[str, float]) -> dict[str, Loss]:
@@ -112,27 +113,31 @@ class LostMachines:
         # seen meanwhile is no silence of others
         has_paused = now_s - self._looked_s > self._node_s / 2
         self._looked_s = now_s
+        losses: dict[str, Loss] = {}
         for name, watched in self._watched.items():
             sign_unix_s = signs.get(name, 0.0)
             if has_paused or sign_unix_s != watched.sign_unix_s:
                 watched.sign_unix_s, watched.changed_s = sign_unix_s, now_s
-        losses: dict[str, Loss] = {}
-        for name, watched in self._watched.items():
             if why := self._why_lost(watched, now_s):
                 seen_unix_s = max(watched.sign_unix_s, watched.ended_unix_s)
                 losses[name] = Loss(why=why, last_seen_unix_s=seen_unix_s)
         return losses
 
-    def ended(self, link: object) -> None:
-        """Find out what a connection means that has become readable.
-
-        Machines send nothing, so the connection has ended.
-        """
+    def ready(self, link: socket.socket) -> None:
+        """Find out what has become of a connection that the selector has returned."""
         for watched in self._watched.values():
-            if watched.link is link:
-                self._close(watched)
-                self._connect(watched)
-                watched.ended_unix_s = time.time()
+            if watched.link is not link:
+                continue
+            if not watched.is_connected:
+                self._judge(
+                    watched, link.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                )
+                return
+            # machines send nothing: the connection has ended
+            self._close(watched)
+            watched.ended_unix_s = time.time()
+            self._connect(watched)
+            return
 
     def close(self) -> None:
         """Close all connections."""
@@ -140,7 +145,7 @@ class LostMachines:
 
     def _why_lost(self, watched: _Watched, now_s: float) -> str:
         host = watched.machine.host
-        if watched.refused:
+        if watched.is_refused:
             return f"its processes on {host} have ended"
         if now_s - watched.changed_s >= self._node_s:
             return (
@@ -150,19 +155,28 @@ class LostMachines:
         return ""
 
     def _connect(self, watched: _Watched) -> None:
+        family = socket.AF_INET6 if ":" in watched.machine.host else socket.AF_INET
+        watched.link = socket.socket(family)
+        watched.link.setblocking(False)
+        self._selector.register(watched.link, selectors.EVENT_WRITE, self.ready)
         where = watched.machine.host, watched.machine.port
-        try:
-            watched.link = socket.create_connection(where, _CONNECT_S)
-        except ConnectionRefusedError:
-            watched.refused = True
-        except OSError:
-            return  # no way to the machine: its signs of life decide
-        else:
-            self._selector.register(watched.link, selectors.EVENT_READ, self.ended)
+        error = watched.link.connect_ex(where)
+        if error != errno.EINPROGRESS:
+            self._judge(watched, error)
+
+    def _judge(self, watched: _Watched, error: int) -> None:
+        """Act on the result of an attempt to connect."""
+        if error == 0:
+            assert watched.link is not None
+            watched.is_connected = True
+            self._selector.modify(watched.link, selectors.EVENT_READ, self.ready)
+            return
+        # any other error: no way to the machine, whose signs of life decide
+        watched.is_refused = error == errno.ECONNREFUSED
+        self._close(watched)
 
     def _close(self, watched: _Watched) -> None:
         if watched.link is not None:
-            with contextlib.suppress(KeyError):
-                self._selector.unregister(watched.link)
+            self._selector.unregister(watched.link)
             watched.link.close()
-            watched.link = None
+        watched.link, watched.is_connected = None, False

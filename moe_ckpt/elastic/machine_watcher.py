@@ -43,6 +43,7 @@ WATCHER = "watcher"
 
 _SIGNS = 5  # in `runtime.node_s`
 _ANSWER_S = 2.0
+_CONNECTIONS = 4  # kept of each machine, on average
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +130,7 @@ class WatcherProcess:
             watcher = MachineWatcher(
                 self._settings,
                 self._open_board(),
-                port=machines.getsockname()[1],
+                machines=machines,
                 supervisors=supervisors,
                 stop_supervisors=self._stop_supervisors,
                 answer_exit_barrier=self._answer_exit_barrier,
@@ -152,7 +153,7 @@ class MachineWatcher:
         settings: WatcherSettings,
         board: MachineBoard,
         *,
-        port: int,
+        machines: socket.socket,
         supervisors: socket.socket,
         stop_supervisors: Callable[[], None],
         answer_exit_barrier: Callable[[int], None],
@@ -162,7 +163,7 @@ class MachineWatcher:
         Args:
             settings: The machine and the job.
             board: The keys of machines, over a connection of this thread.
-            port: Port at which the machine listens.
+            machines: The socket to which other machines connect.
             supervisors: The socket at which the machine's supervisors wait for calls.
             stop_supervisors: Asks the machine's supervisors to save and stop.
             answer_exit_barrier: As in `WatcherProcess`.
@@ -175,8 +176,11 @@ class MachineWatcher:
         self._waiting: list[socket.socket] = []
         self._selector = selectors.DefaultSelector()
         self._selector.register(supervisors, selectors.EVENT_READ, self.admit)
+        self._selector.register(machines, selectors.EVENT_READ, self._admit_machine)
+        self._others: list[socket.socket] = []
         self._lost = LostMachines(settings.node_s, self._selector)
         name, number = settings.name, settings.number
+        port = machines.getsockname()[1]
         board.register(Machine(name=name, number=number, host=settings.host, port=port))
         if number < settings.num_nodes:
             board.become(number, name, after="")
@@ -242,6 +246,18 @@ class MachineWatcher:
         # asked anew: this machine may have been stopped for long
         if self._has_ended() or self._is_node():
             self._send()
+
+    def _admit_machine(self, machines: socket.socket) -> None:
+        """Keep a connection of another machine, which sees at its end that this ended.
+
+        Only the newest connections are kept: anybody can connect.
+        """
+        # OSError: the other machine has given up meanwhile
+        with contextlib.suppress(OSError):
+            self._others.append(machines.accept()[0])
+        for old in self._others[: -_CONNECTIONS * self._settings.num_machines]:
+            old.close()
+        del self._others[: -_CONNECTIONS * self._settings.num_machines]
 
     def end(self, status: int) -> None:
         """Act on the end of the job.
@@ -311,4 +327,6 @@ def _answers(machine: Machine) -> bool:
 
 def _listen(host: str) -> socket.socket:
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-    return socket.create_server((host, 0), family=family)
+    listening = socket.create_server((host, 0), family=family)
+    listening.setblocking(False)
+    return listening

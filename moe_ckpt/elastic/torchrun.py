@@ -72,17 +72,14 @@ class Launch:
         )
 
 
-def require_spares(launch: Launch, spare_nodes: int) -> None:
+def require_spares(num_nodes: int, spare_nodes: int) -> None:
     """Check that a job has nodes beside its spare ones.
 
     Raises:
         ConfigError: All machines would be spare.
     """
-    wanted = (
-        f"less than torchrun's --nnodes={launch.num_nodes}, which counts spare nodes,"
-        " too"
-    )
-    require(spare_nodes < launch.num_nodes, "runtime.spare_nodes", spare_nodes, wanted)
+    wanted = f"less than torchrun's --nnodes={num_nodes}, which counts spare nodes, too"
+    require(spare_nodes < num_nodes, "runtime.spare_nodes", spare_nodes, wanted)
 
 
 def export_launch(launch: Launch) -> None:

@@ -8,6 +8,7 @@ decide what others notice of a lost host.
 from __future__ import annotations
 
 import os
+import random
 import signal
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +20,7 @@ from moe_ckpt.elastic.supervisor import REQUEUE
 from moe_ckpt.events import Rejoined, StateResumed, WorkerStarted
 from moe_ckpt.types import Phase
 from scripts import hosts
+from tests.harness.jobs.chaos import ENDURING, MIB, PHASES, Used
 from tests.harness.jobs.hosts_job import network_of
 from tests.harness.jobs.references import outcome_of, uninterrupted
 from tests.harness.jobs.spare_hosts_job import SpareHostsJob
@@ -165,6 +167,62 @@ def test_one_of_four_hosts_is_replaced(
         require_kept_processes(job, workers)
     assert [job.status(host) for host in (0, 1, 3, 4)] == [0] * 4
     assert "Error waiting on exit barrier" not in job.said()
+
+
+@pytest.mark.full
+def test_where_both_holders_of_a_window_are_lost_the_job_goes_on_from_disk(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    training = (*PP2, "train.iterations=40")
+    stack.enter_context(network_of(6))
+    job = SpareHostsJob(
+        stack, tmp_path, 4, 2, *WINDOW, "ckpt.disk_every_iters=4", *training
+    )
+    job.wait_for_iteration(8)
+    job.stop_at(2, Phase.BACKWARD, 14)
+    job.lose(2, 3)
+    assert outcome_of(job.run, job.result()) == uninterrupted(4, *training)
+    [event] = events_of(job.run, StateResumed)
+    assert (event.source, event.iteration >= 8) == ("local disk", True)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(1500)
+def test_fifty_lost_hosts_cost_the_others_nothing_that_stays(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    """Each lost host is started again, and is a spare host later."""
+    losses, chosen = 50, random.Random(5)
+    training = (*PP2, "parallel.ep=1", "train.iterations=3000")
+    stack.enter_context(network_of(5))
+    job = SpareHostsJob(
+        stack, tmp_path, 2, 3, *WINDOW, *ENDURING, *training, timeout_s=1400
+    )
+    job.wait_for_iteration(4)
+    workers, used = job.workers(without=1), []
+    started: list[int] = []
+    for loss in range(losses):
+        if len(started) >= 2:
+            job.wait_for_spare(started[-2])
+        watched = job.worker(0)
+        used.append([Used.by(pid) for pid in (watched.pid, watched.supervisor_pid)])
+        now = job.worker(1).open_page().iteration
+        lost = job.stop_at(1, chosen.choice(PHASES), now + 3)
+        job.lose(lost)
+        job.start(lost)
+        started.append(lost)
+        job.wait_for_recovery(loss + 1)
+    assert outcome_of(job.run, job.result()) == uninterrupted(2, *training)
+    require_local_recovery(job, workers)
+    for early, late in zip(
+        zip(*used[1:5], strict=True), zip(*used[-4:], strict=True), strict=True
+    ):
+        assert min(use.files for use in late) <= max(use.files for use in early)
+        assert min(use.threads for use in late) <= max(use.threads for use in early)
+        grown = min(use.private_bytes for use in late) - min(
+            use.private_bytes for use in early
+        )
+        assert grown < 4 * MIB, f"{grown / MIB:.1f} MiB in {losses} losses"
 
 
 @pytest.mark.full

@@ -16,9 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from moe_ckpt.events import WorkerStarted
 from tests.elastic.etcd_server import EtcdServer
 from tests.harness.jobs.agents_job import AgentsJob
 from tests.harness.jobs.references import outcome_of, uninterrupted
+from tests.harness.jobs.training import events_of
 from tests.ports import held_port
 from tests.scenarios import PP2
 
@@ -69,6 +71,53 @@ def _listens(port: int) -> bool:
     ):
         return True
     return False
+
+
+def start_static(stack: ExitStack, folder: Path, *overrides: str) -> AgentsJob:
+    """Start a job of two nodes and a spare node, with a static rendezvous."""
+    port = held_port(stack)
+    rendezvous = ("--master-addr=127.0.0.1", f"--master-port={port}")
+    job = AgentsJob(stack, folder, 2, rendezvous, *overrides, num_spares=1)
+    for _ in range(3):
+        job.start_agent()
+    job.wait_for_iteration(AT)
+    return job
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_with_a_store_on_etcd_a_spare_node_takes_the_ranks_of_any_node(
+    rank: int, tmp_path: Path, stack: ExitStack
+) -> None:
+    """torchrun's own store is on the node of rank 0, and lost with that node."""
+    etcd = EtcdServer(stack, tmp_path)
+    job = start_static(
+        stack, tmp_path, f"runtime.etcd={etcd.endpoint}", *WINDOW, *TRAINING
+    )
+    others = {each: job.worker(each).pid for each in range(2) if each != rank}
+    lost = job.agent_of(rank)
+    job.lose(rank)
+    assert job.statuses() == [
+        -signal.SIGKILL if agent == lost else 0 for agent in job.agents
+    ], job.said()
+    assert outcome_of(job.run, job.result()) == uninterrupted(2, *TRAINING)
+    assert {
+        each: events_of(job.run, WorkerStarted, each)[-1].pid for each in others
+    } == others
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_spare_node_takes_the_ranks_of_a_node_that_is_told_to_end(
+    number: signal.Signals, tmp_path: Path, stack: ExitStack
+) -> None:
+    """A scheduler drains one node, or a user ends one agent."""
+    job = start_static(stack, tmp_path, *WINDOW, *TRAINING)
+    worker, drained = job.worker(0).pid, job.agent_of(1)
+    os.kill(drained, number)
+    statuses = dict(zip(job.agents, job.statuses(), strict=True))
+    assert statuses.pop(drained) != 0
+    assert set(statuses.values()) == {0}, job.said()
+    assert outcome_of(job.run, job.result()) == uninterrupted(2, *TRAINING)
+    assert events_of(job.run, WorkerStarted)[-1].pid == worker
 
 
 def start_training(job: AgentsJob) -> None:

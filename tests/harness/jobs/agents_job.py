@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,11 @@ class AgentsJob:
         num_nodes: The number of ranks.
         rendezvous: torchrun's options of the rendezvous of the agents.
         overrides: Settings of the launcher.
+        num_spares: With a static rendezvous, the number of agents beside the nodes;
+            None: another rendezvous.
+        program: Returns a program and its arguments for a run folder; None: the
+            launcher, with `overrides`.
+        ranks_per_node: The number of ranks on each node.
     """
 
     def __init__(
@@ -51,29 +56,41 @@ class AgentsJob:
         num_nodes: int,
         rendezvous: tuple[str, ...],
         *overrides: str,
+        num_spares: int | None = None,
+        program: Callable[[Path], Sequence[str]] | None = None,
+        ranks_per_node: int = 1,
     ) -> None:
+        self._is_static = num_spares is not None
         self.run = folder / "run"
         self._folder = folder
         self._until_s = time.monotonic() + JOB_S
         self._agents: list[subprocess.Popen[bytes]] = []
-        where = (f"run.dir={self.run}", "parallel.ranks_per_node=1")
+        where = (
+            f"run.dir={self.run}",
+            "parallel.ranks_per_node=1",
+            f"runtime.spare_nodes={num_spares or 0}",
+        )
+        agents = num_nodes + (num_spares or 0)
         torchrun = (
             str(_TORCHRUN),
-            f"--nnodes={num_nodes}:{num_nodes}",
-            "--nproc-per-node=1",
-            "--max-restarts=3",
+            f"--nnodes={agents}:{agents}",
+            f"--nproc-per-node={ranks_per_node}",
+            *(() if self._is_static else ("--max-restarts=3", f"--rdzv-conf={_SOON}")),
         )
         meeting = (
             *rendezvous,
             f"--rdzv-id={folder.name}",
-            f"--rdzv-conf={_SOON}",
             "--local-addr=127.0.0.1",
         )
         job = (
-            str(ROOT / "launcher" / "train.py"),
-            *fast(*_PATIENT, *where, *overrides),
+            program(self.run)
+            if program
+            else (
+                str(ROOT / "launcher" / "train.py"),
+                *fast(*_PATIENT, *where, *overrides),
+            )
         )
-        self._command = (*torchrun, *meeting, *job)
+        self._torchrun, self._job = (*torchrun, *meeting), job
         stack.callback(self._end)
 
     def start_agent(self) -> None:
@@ -95,9 +112,10 @@ class AgentsJob:
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "GLOO_SOCKET_IFNAME": "lo",
         }
+        number = [f"--node-rank={len(self._agents)}"] if self._is_static else []
         with self._log(len(self._agents)).open("w") as log:
             agent = subprocess.Popen(
-                [*pinned, *self._command],
+                [*pinned, *self._torchrun, *number, *self._job],
                 stdout=log,
                 stderr=log,
                 cwd=ROOT,

@@ -43,6 +43,7 @@ class SpareHostsJob:
         overrides: Settings of the launcher.
         run: The run folder of an earlier job, which this one continues; None: a new
             run.
+        timeout_s: Time limit of the job, in seconds.
     """
 
     def __init__(
@@ -53,13 +54,14 @@ class SpareHostsJob:
         num_spares: int,
         *overrides: str,
         run: Path | None = None,
+        timeout_s: float = JOB_S,
     ) -> None:
         folder.mkdir(exist_ok=True)
         self.run = run or folder / "run"
         self.num_nodes = num_nodes
         self._folder = folder
         self._num_hosts = num_nodes + num_spares
-        self._until_s = time.monotonic() + JOB_S
+        self._until_s = time.monotonic() + timeout_s
         self._starts = 0
         self._logs: dict[int, Path] = {}
         self._agents: dict[int, subprocess.Popen[bytes]] = {}
