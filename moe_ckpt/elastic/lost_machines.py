@@ -2,8 +2,9 @@
 
 A machine is lost
 
-- at once, if the connection to it has ended, and no process listens at its address any
-  more: the kernel of the machine says that its processes have ended;
+- at once, if a connection to it has ended, and the next attempt is refused: no process
+  listens there any more, so the machine's processes have ended. A refusal alone may
+  come from a firewall;
 - after `runtime.node_s` without a sign of life in the job's store: the machine, or its
   network, has failed silently.
 
@@ -53,7 +54,7 @@ class _Watched:
     """Whether the connection is established."""
 
     is_refused: bool = False
-    """Whether the machine's kernel has refused a connection."""
+    """Whether an attempt was refused after a connection had ended."""
 
     ended_unix_s: float = 0.0
     """Time at which a connection ended last, in seconds of Unix time; 0: none has."""
@@ -171,8 +172,8 @@ class LostMachines:
             watched.is_connected = True
             self._selector.modify(watched.link, selectors.EVENT_READ, self.ready)
             return
-        # any other error: no way to the machine, whose signs of life decide
-        watched.is_refused = error == errno.ECONNREFUSED
+        # otherwise there is no way to the machine, whose signs of life decide
+        watched.is_refused = error == errno.ECONNREFUSED and watched.ended_unix_s > 0
         self._close(watched)
 
     def _close(self, watched: _Watched) -> None:

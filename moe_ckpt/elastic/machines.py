@@ -112,6 +112,10 @@ class MachineBoard:
         """
         self._store.compare_set("over", "", str(status))
 
+    def require_store(self) -> None:
+        """Check that the store answers, which raises the store's error otherwise."""
+        self._store.check(["over"])
+
     def wait_for_end(self) -> int:
         """Block until the job has ended, without limit, and return its exit status."""
         self._store.wait(["over"], _FOR_EVER)

@@ -72,11 +72,15 @@ class OwnMachine:
 
         Returns:
             The call that says so.
+
+        Raises:
+            StoreLostError: The store is gone, with which the watcher has ended.
         """
         while True:
             self._watcher.keep()
             if call := wait_for_call(self.root):
                 return call
+            self._board.require_store()
 
     def position(self, node: int) -> Launch:
         """Return this process's position in the job while this machine is a node."""

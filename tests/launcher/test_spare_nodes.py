@@ -120,6 +120,16 @@ def test_a_spare_node_takes_the_ranks_of_a_node_that_is_told_to_end(
     assert events_of(job.run, WorkerStarted)[-1].pid == worker
 
 
+def test_without_etcd_all_agents_end_with_the_node_that_has_the_store(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    """The agent that waits ends, too: nothing will ever call it."""
+    job = start_static(stack, tmp_path, *WINDOW, *TRAINING)
+    job.lose(0)
+    assert job.statuses() == [-signal.SIGKILL, 1, 1], job.said()
+    assert "has the job's store, and the job ends with it" in job.said()
+
+
 def start_training(job: AgentsJob) -> None:
     """Start two more agents; return once two agents train and the third waits."""
     job.start_agent()
