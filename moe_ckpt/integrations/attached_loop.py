@@ -140,6 +140,7 @@ class AttachedLoop:
         self._joined = joined
         self._has_forecast = joined.incarnation > 0
         self._losses: Losses = ()
+        self._rerun_mode: RerunMode | None = None
 
     def as_training_loop(self) -> TrainingLoop:
         """Return the parts of the loop that a replay uses."""
@@ -177,6 +178,12 @@ class AttachedLoop:
 
     def run_from(self, done: int, notes: Sequence[str]) -> None:
         """Enter the loop with the state after `done` iterations."""
+        machine = get_rerun_state_machine()
+        if self._rerun_mode is None:
+            self._rerun_mode = machine.get_mode()
+        # evaluations disable the machine, also one that a fault has cut off: other
+        # ranks would then wait for this one in the machine's collectives
+        machine.set_mode(self._rerun_mode)
         self._print(notes)
         self.outcome = self.enter(done)
 

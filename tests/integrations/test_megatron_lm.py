@@ -71,6 +71,43 @@ def test_a_pass_with_a_wrong_result_is_no_step(tmp_path: Path) -> None:
     assert {iteration for _, iteration in ended.digests} == {1}, ended.log
 
 
+# rank 0 dies once, in the first evaluation
+_DYING = """
+import os, pathlib, signal
+_plain, _died = forward_step, pathlib.Path("DIED")
+def forward_step(*arguments):
+    if not torch.is_grad_enabled() and os.environ["RANK"] == "0" and not _died.exists():
+        _died.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return _plain(*arguments)
+"""
+_MAIN = 'if __name__ == "__main__":'
+
+
+def test_a_death_in_an_evaluation_leaves_the_plain_runs_state(tmp_path: Path) -> None:
+    """Other ranks wait in the evaluation, which has disabled Megatron's rerun machine.
+
+    The machine's collectives need all ranks again after the recovery.
+    """
+    script = tmp_path / "script.py"
+    dying = _DYING.replace("DIED", str(tmp_path / "died"))
+    script.write_text(EXAMPLE.read_text().replace(_MAIN, f"{dying}\n{_MAIN}"))
+    job = Job(
+        name="dying",
+        options=(
+            *OPTIONS["moevement"],
+            *PATIENT,
+            *CHECKED,
+            "--set",
+            "runtime.form_s=20",
+        ),
+        script=str(script),
+    )
+    ended = run_jobs(tmp_path, PLAIN, job)
+    require_equal(ended["dying"], ended["plain"])
+    assert ended["dying"].num_processes == [2, 1, 1, 1]
+
+
 # counts the forward steps of rank 0's process, and changes a file in iteration 3 (each
 # iteration has 2 micro-batches)
 _CHANGING = """
@@ -96,11 +133,7 @@ def test_a_job_whose_inputs_change_ends_at_the_next_death(
     changing = _CHANGING.replace(
         "CHANGED", str(script if changed == "the script" else vocabulary)
     )
-    script.write_text(
-        EXAMPLE.read_text().replace(
-            'if __name__ == "__main__":', f'{changing}\nif __name__ == "__main__":'
-        )
-    )
+    script.write_text(EXAMPLE.read_text().replace(_MAIN, f"{changing}\n{_MAIN}"))
     job = Job(
         name="changed",
         options=(*OPTIONS["moevement"], *PATIENT),

@@ -163,7 +163,7 @@ class SpareHostsJob:
             lambda: page.orders_obeyed > obeyed, f"rank {rank} in {phase.name.lower()}"
         )
 
-    def stop_at(self, rank: int, phase: Phase, iteration: int) -> int:
+    def stop_at(self, rank: int, phase: Phase, iteration: int = ANY_ITERATION) -> int:
         """Stop a worker as it enters a phase of an iteration; return its host."""
         with self.stopping(rank, phase, iteration) as host:
             return host
