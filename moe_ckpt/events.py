@@ -535,7 +535,10 @@ class Rejoined(Event):
     """Time at which all ranks were together again, in seconds since the epoch."""
 
     deaths: list[str]
-    """Deaths that ended the generation before, in words."""
+    """Deaths that ended the generation before, in words.
+
+    A lost node counts as one death.
+    """
 
     detect_s: float
     """Seconds from the last sign of life to the supervisor's detection.
@@ -561,7 +564,10 @@ class Rejoined(Event):
     """Iterations that this rank ran again."""
 
     classes: list[str] = field(default_factory=list[str])
-    """Class of each death, or of the fault if no worker died."""
+    """`FaultClass` of each death, or of the fault if no worker died.
+
+    `node`: a spare node has taken the ranks of a lost one.
+    """
 
     formed_groups: int = 0
     """Process groups of this rank that were formed anew."""
