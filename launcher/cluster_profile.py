@@ -30,6 +30,7 @@ from launcher.simulator.real_run import (
     setup_of,
 )
 from moe_ckpt.arguments import Parser
+from moe_ckpt.elastic.process_failure import FaultClass
 from moe_ckpt.errors import exit_status
 from moe_ckpt.events import (
     CheckpointSaved,
@@ -236,7 +237,12 @@ def _costs_of(run: RealRun, cluster: ClusterConfig) -> list[dict[str, float]]:
             )
             found.append({"restart_s": max(0.0, rest_s)})
         elif rejoined:
-            costs = {"detect_s": rejoined.detect_s, "rebuild_s": rejoined.rebuild_s}
+            # a lost node takes longer to detect and to replace than a worker
+            costs = (
+                {}
+                if FaultClass.NODE in rejoined.classes
+                else {"detect_s": rejoined.detect_s, "rebuild_s": rejoined.rebuild_s}
+            )
             if not (recovered.replayed or rejoined.fetched_bytes):
                 slower_s = recovered.after_s - recovered.stalled_s - trained_s
                 costs["resume_s"] = max(

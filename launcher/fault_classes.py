@@ -26,6 +26,7 @@ EXPLAINED = {
     "signal": "a worker died of a signal",
     "hang": "a worker was killed because it gave no sign of life or made no progress",
     "exception": "a worker was replaced after an exception of its hardware",
+    "node": "a node was lost, and a spare node has taken its ranks",
     "daemon": "a replica daemon died",
     "connection": "connections between ranks broke though no process died",
     "restart": "torchrun started ranks again",

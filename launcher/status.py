@@ -1,8 +1,9 @@
-"""Shows the activity of the ranks of a run, from their status pages.
+"""Shows the activity of the ranks of a run, from their status pages and events.
 
     python -m launcher.status [RUN]
 
-Must not: change anything.
+Status pages are in the memory of this machine; of ranks on other machines only events
+tell (`launcher.job_state`). Must not: change anything.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from launcher.fault_classes import count_faults_in
+from launcher.job_state import JobState, Recovery, ranks_in_words, read_job_state
 from launcher.promise import read_exactness
 from moe_ckpt.arguments import Parser
 from moe_ckpt.elastic.live_workers import (
@@ -127,13 +129,16 @@ def _show(run: Path, *, as_json: bool) -> None:
         ) from None
     ranks, faults, path = read_status(run), count_faults_in(run), run / "result.json"
     result = json.loads(path.read_text()) if path.exists() else None
-    exactness = read_exactness(run)
+    exactness, state = read_exactness(run), read_job_state(run, world_size)
     if as_json:
+        recovery = state.recovery
         record = {
             "run": str(run),
             "ended": _has_ended(ranks),
             "result": result,
             "faults": faults,
+            "recovery": asdict(recovery) if recovery else None,
+            "ranks_without_copies": state.without_copies,
         }
         print(
             json.dumps(
@@ -147,6 +152,8 @@ def _show(run: Path, *, as_json: bool) -> None:
         )
     else:
         _print(run, world_size, ranks, result)
+        if not _has_ended(ranks):
+            _print_state(ranks, state)
         counts = ", ".join(f"{count} {name}" for name, count in faults.items())
         print(f"faults so far: {counts or 'none'}")
         if exactness:
@@ -214,6 +221,37 @@ def _print(
             f"digest {result['digest']}",
         ]
         console.print(f"ended: {', '.join(facts)}", soft_wrap=True)
+
+
+def _print_state(ranks: Sequence[RankStatus], state: JobState) -> None:
+    """Print where ranks are, which are missing, and whether peers hold copies."""
+    by_host: dict[str, list[int]] = {}
+    for rank in ranks:
+        by_host.setdefault(rank.host, []).append(rank.rank)
+    if len(by_host) > 1:
+        of_hosts = (f"{host}: {ranks_in_words(own)}" for host, own in by_host.items())
+        print(f"hosts: {'; '.join(of_hosts)}")
+    if any(rank.state == "elsewhere" for rank in ranks):
+        print("elsewhere: whether these workers live cannot be seen from here")
+    if state.recovery:
+        print(_recovery_in_words(state.recovery))
+    if state.without_copies:
+        print(
+            "copies: not all on peers since the last loss or start:"
+            f" {ranks_in_words(state.without_copies)}"
+        )
+    elif state.without_copies is not None:
+        print("copies: the snapshots of all ranks are on peers, by their last events")
+
+
+def _recovery_in_words(recovery: Recovery) -> str:
+    groups = (
+        (recovery.left, "left the generation that ended"),
+        (recovery.started, "with a new process"),
+        (recovery.missing, "missing or being replaced"),
+    )
+    said = ", ".join(f"{ranks_in_words(ranks)} {how}" for ranks, how in groups if ranks)
+    return f"recovering for {recovery.seconds:.0f} s: {said}"
 
 
 def _loss(result: dict[str, Any]) -> list[str]:

@@ -377,6 +377,17 @@ class WindowReplicated(Event):
     """Time from the arrival of the last byte to this event, in seconds."""
 
 
+class CopiesRestored(Event):
+    """All peers hold again the windows and logs with which a recovery left this rank.
+
+    From now on the rank is protected as before the loss. A window that is taken later
+    may be replicated first.
+    """
+
+    num_peers: int
+    """Number of peers."""
+
+
 class ExpertPopularity(_IterationEvent):
     """Popularity of experts when the policy chose a window.
 
@@ -535,7 +546,10 @@ class Rejoined(Event):
     """Time at which all ranks were together again, in seconds since the epoch."""
 
     deaths: list[str]
-    """Deaths that ended the generation before, in words."""
+    """Deaths that ended the generation before, in words.
+
+    A lost node counts as one death.
+    """
 
     detect_s: float
     """Seconds from the last sign of life to the supervisor's detection.
@@ -561,7 +575,10 @@ class Rejoined(Event):
     """Iterations that this rank ran again."""
 
     classes: list[str] = field(default_factory=list[str])
-    """Class of each death, or of the fault if no worker died."""
+    """`FaultClass` of each death, or of the fault if no worker died.
+
+    `node`: a spare node has taken the ranks of a lost one.
+    """
 
     formed_groups: int = 0
     """Process groups of this rank that were formed anew."""
@@ -746,17 +763,54 @@ def read_events(path: Path, *, only: Collection[str] = ()) -> Iterator[LoggedEve
         if named and not any(name in line for name in named):
             continue
         try:
-            record = json.loads(line)
-            kind = KINDS[record.pop("event")]
-            logged = LoggedEvent(
-                t_s=record.pop("t_s"),
-                global_rank=record.pop("global_rank"),
-                event=kind(**record),
-            )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            logged = _decode(line)
+        except _NO_EVENT as error:
             _log.warning("%s:%d: skipped, not an event (%r)", path, number, error)
             continue
         yield logged
+
+
+def last_event(path: Path, only: Collection[str]) -> LoggedEvent | None:
+    """Return the last complete event of some kinds in one rank's file.
+
+    No other line is parsed, so the call is fast in long files.
+
+    Args:
+        path: The file.
+        only: Names of the event kinds.
+
+    Returns:
+        The event. None if there is none, or if the line is not an event of this
+        version.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    content = path.read_bytes()
+    content = content[: _complete_length(content)]
+    # quotes inside of strings are escaped: these bytes are only in a line's kind
+    at = max(content.rfind(f'"event": "{kind}"'.encode()) for kind in only)
+    if at < 0:
+        return None
+    line = content[content.rfind(b"\n", 0, at) + 1 : content.index(b"\n", at)]
+    try:
+        return _decode(line)
+    except _NO_EVENT as error:
+        _log.warning("%s: the last line of %s is no event (%r)", path, only, error)
+        return None
+
+
+_NO_EVENT = (ValueError, KeyError, TypeError, AttributeError)
+
+
+def _decode(line: bytes) -> LoggedEvent:
+    record = json.loads(line)
+    kind = KINDS[record.pop("event")]
+    return LoggedEvent(
+        t_s=record.pop("t_s"),
+        global_rank=record.pop("global_rank"),
+        event=kind(**record),
+    )
 
 
 def _complete_length(content: bytes) -> int:

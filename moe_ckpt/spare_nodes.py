@@ -205,12 +205,17 @@ def begin_first(
 def report_lost(taken: TakenNode, generations: Generations) -> None:
     """Record the death of a rank whose machine is lost, and print a message."""
     launch, call = taken.launch, taken.call
+    ranks = launch.local_ranks
+    which = (
+        f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+    )
+    lost = f"node {launch.node} ({which}) is lost: {call.why}"
     death = Death(
         fault=FaultClass.NODE,
         global_rank=launch.global_rank,
         pid=0,
         signal="",
-        why=f"is lost: {call.why}",
+        why=lost,
         iteration=0,
         phase=Phase.BUILD.name.lower(),
         last_seen_unix_s=call.last_seen_unix_s,
@@ -218,5 +223,4 @@ def report_lost(taken: TakenNode, generations: Generations) -> None:
     )
     generations.record_death(generations.current(), death)
     if launch.local_rank == 0:
-        taker = f"{socket.gethostname()}, a spare node, takes its ranks"
-        complain(f"node {launch.node} is lost: {call.why}; {taker}")
+        complain(f"{lost}; {socket.gethostname()}, a spare node, takes its ranks")

@@ -34,6 +34,10 @@ DEATH = (
     "rank 1 (pid 11) died of SIGKILL in backward of iteration 6, found 100 ms after its"
     " last sign of life"
 )
+LOST_NODE = (
+    "node 1 (ranks 2 to 3) is lost: its processes on 10.0.0.2 have ended, found 100 ms"
+    " after its last sign of life"
+)
 ITERATION_S = 0.5
 STALL_S = 0.05
 FIRST_S = 2.0
@@ -123,6 +127,12 @@ class Story:
 
     with_experts: bool = True
     """Whether there are events about experts."""
+
+    death: str = DEATH
+    """The death, in words."""
+
+    fault: str = "signal"
+    """The class of the death."""
 
     def events(self, rank: int) -> list[Timed]:
         """Return one rank's events, in order."""
@@ -248,7 +258,7 @@ class Story:
             fetched_bytes=1 << 18,
             seconds=0.2,
         )
-        left = GenerationEnded(generation=1, reason=DEATH, left_unix_s=now_s + 0.4)
+        left = GenerationEnded(generation=1, reason=self.death, left_unix_s=now_s + 0.4)
         new = WorkerStarted(pid=99, host="here", incarnation=1, device="cpu")
         return [
             (now_s + 0.45, new if rank == 1 else left),
@@ -256,7 +266,10 @@ class Story:
             (
                 now_s + 1.0,
                 rejoined(
-                    iteration, executed_iters=2 if replays else 0, classes=["signal"]
+                    iteration,
+                    deaths=[self.death],
+                    executed_iters=2 if replays else 0,
+                    classes=[self.fault],
                 ),
             ),
         ]

@@ -27,6 +27,7 @@ from moe_ckpt.events import (
     EventLog,
     EventsLost,
     IterationCommitted,
+    last_event,
     read_events,
 )
 
@@ -93,6 +94,33 @@ def test_only_the_kinds_that_are_asked_for_are_read(tmp_path: Path) -> None:
         for logged in read_events(tmp_path / "rank0003.jsonl", only=["Evaluated"])
     ]
     assert kinds == [evaluated(7)]
+
+
+def test_the_last_event_of_some_kinds_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "rank0003.jsonl"
+    quoting = CheckpointFailed(iteration=2, reason='"event": "Evaluated"')
+    append_all(path, OVERFLOWED, evaluated(7), quoting, event_of(EventsLost))
+    with path.open("a") as file:
+        file.write('{"event": "Evaluated", ')  # a worker that died in its line
+
+    def last(*kinds: str) -> Event | None:
+        logged = last_event(path, kinds)
+        return logged.event if logged else None
+
+    assert last("Evaluated") == evaluated(7)
+    assert last("Evaluated", "IterationCommitted") == evaluated(7)
+    assert last("Evaluated", "CheckpointFailed") == quoting
+    assert last("RunFinished") is None
+
+
+def test_a_last_event_of_another_version_is_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "rank0003.jsonl"
+    append_all(path, evaluated(7))
+    path.write_text(path.read_text().replace("loss", "other"))
+    assert last_event(path, ["Evaluated"]) is None
+    assert "is no event" in caplog.text
 
 
 @pytest.mark.parametrize(

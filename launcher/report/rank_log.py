@@ -12,7 +12,7 @@ import math
 import re
 from bisect import bisect
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
 from operator import itemgetter
@@ -29,9 +29,12 @@ from moe_ckpt.events import (
     KINDS,
     Event,
     EventsLost,
+    GenerationEnded,
     HostMemoryUsed,
+    Rejoined,
     RunFinished,
     WindowReplicated,
+    WorkerStarted,
 )
 
 _COMMITTED = (
@@ -201,7 +204,7 @@ class _Reader:
             tables={
                 kind: join(_TABLES[kind], parts) for kind, parts in self._parts.items()
             },
-            events=tuple(self._events),
+            events=tuple(_without_late_ends(self._events)),
             unknown=dict(self._unknown),
             problems=tuple(self.problems),
         )
@@ -292,6 +295,24 @@ class _Reader:
             return record
         self._num_damaged += 1
         return None
+
+
+def _without_late_ends(events: Iterable[Noted]) -> Iterator[Noted]:
+    """Yield events, without ends of generations that a replaced worker logs late.
+
+    A node that was silent for a while may have been given up meanwhile. Its worker then
+    leaves a generation that its successor, on a spare node, has left behind.
+    """
+    generation = 0
+    for noted in events:
+        event = noted.event
+        if isinstance(event, WorkerStarted):
+            generation = 0  # a later start of the run counts anew
+        elif isinstance(event, Rejoined):
+            generation = event.generation
+        elif isinstance(event, GenerationEnded) and event.generation < generation:
+            continue
+        yield noted
 
 
 def _together(lines: bytes) -> list[Record] | None:

@@ -12,7 +12,7 @@ import statistics
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from launcher.simulator.planning import Candidate, command_of
+from launcher.simulator.planning import Candidate, command_of, num_spares
 from launcher.simulator.runner import Result
 
 _ROW = "{:<58} {:>8} {:>9} {:>9} {:>14} {:>12}"
@@ -55,10 +55,17 @@ def plan_lines(
         yield from (
             f"{' '.join(each.overrides):<58} {each.refusal}" for each in refused
         )
-    lossless = next((each for each, _ in possible if each.is_lossless), None)
+    lossless = next((pair for pair in possible if pair[0].is_lossless), None)
     if lossless is not None:
+        candidate, result = lossless
+        if spares := num_spares(candidate):
+            nodes = result.simulation.setup.cluster.nodes + spares
+            yield (
+                f"\nThe last {spares} of {nodes} nodes are spare ones; $NODE_RANK is a"
+                " node's number, from 0, and $HOST the address of node 0."
+            )
         yield "\nThe best policy that loses no tokens, as a command for each node:\n"
-        yield f"    {_wrapped(command_of(lossless, arguments))}"
+        yield f"    {_wrapped(command_of(candidate, arguments))}"
 
 
 def is_tied(best: Sequence[float], other: Sequence[float]) -> bool:

@@ -22,8 +22,10 @@ WINDOWS = (1, 2, 4, 8, 16)
 SHARES = (16, 8, 4, 2)
 """Shares of experts in a partial snapshot that are tried: one expert of so many."""
 
-# torchrun restarts for lost nodes; supervisors replace workers without restarts
+# torchrun restarts for lost nodes, unless spare nodes take their ranks; supervisors
+# replace workers without restarts
 _MAX_RESTARTS = 10
+_PORT = 29500
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -82,7 +84,7 @@ def rank_policies(
 def command_of(candidate: Candidate, arguments: Sequence[str]) -> list[str]:
     """Return the words of the command that trains with a candidate, for each node.
 
-    The user sets the variables $HOST, $JOB and $MIRROR.
+    The user sets the variables $HOST, $JOB, $NODE_RANK and $MIRROR.
 
     Args:
         candidate: A candidate with a result.
@@ -98,21 +100,15 @@ def command_of(candidate: Candidate, arguments: Sequence[str]) -> list[str]:
     )
     policy = simulation.policy
     mirrors = isinstance(policy, FlowcheckConfig) and policy.mirrors
-    several = [
-        # not fewer nodes, because a spare node takes the place of a lost node
-        f"--nnodes={cluster.nodes}:{cluster.nodes}",
-        f"--max-restarts={_MAX_RESTARTS}",
-        "--rdzv-backend=c10d",
-        "--rdzv-endpoint=$HOST:29500",
-        "--rdzv-id=$JOB",
-    ]
+    spares = num_spares(candidate)
     return [
         "torchrun",
-        *(several if cluster.nodes > 1 else [f"--max-restarts={_MAX_RESTARTS}"]),
+        *_agent_options(cluster.nodes, spares),
         f"--nproc-per-node={cluster.gpus_per_node}",
         "launcher/train.py",
         # $PWD must be on a file system that all nodes see
         *(["run.dir=$PWD/outputs/$JOB"] if cluster.nodes > 1 else []),
+        *([f"runtime.spare_nodes={spares}"] if spares else []),
         f"model={simulation.model.name}",
         *(argument for argument in arguments if argument.startswith("model.")),
         *(
@@ -125,6 +121,42 @@ def command_of(candidate: Candidate, arguments: Sequence[str]) -> list[str]:
         ),
         *(["train.distributed_optimizer=false"] if mirrors else []),
         *candidate.overrides,
+    ]
+
+
+def num_spares(candidate: Candidate) -> int:
+    """Return the number of spare nodes that the job of a candidate starts with.
+
+    Only supervisors let a spare node take the ranks of a lost one. Without supervisors
+    torchrun starts all ranks again, and spare agents may come at any time.
+    """
+    assert candidate.result is not None
+    simulation = candidate.result.simulation
+    cluster = simulation.setup.cluster
+    is_supervised = simulation.policy.in_memory is not None
+    return cluster.spares if is_supervised and cluster.nodes > 1 else 0
+
+
+def _agent_options(nodes: int, spares: int) -> list[str]:
+    """Return the options of torchrun on a node that say how nodes meet."""
+    if spares:
+        # static: other agents start all ranks again when a node comes back
+        return [
+            f"--nnodes={nodes + spares}",
+            "--node-rank=$NODE_RANK",
+            "--master-addr=$HOST",
+            f"--master-port={_PORT}",
+        ]
+    restarts = f"--max-restarts={_MAX_RESTARTS}"
+    if nodes == 1:
+        return [restarts]
+    return [
+        # not fewer nodes, because a spare node takes the place of a lost node
+        f"--nnodes={nodes}:{nodes}",
+        restarts,
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=$HOST:{_PORT}",
+        "--rdzv-id=$JOB",
     ]
 
 

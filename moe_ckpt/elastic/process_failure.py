@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -33,7 +34,11 @@ class FaultClass(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Death:
-    """The death of a rank's process, which ended a generation."""
+    """The death of a rank's process, which ended a generation.
+
+    A lost node is the death of each of its ranks. Nothing is known of these processes:
+    pid and iteration are 0, and all ranks of the node have the same text.
+    """
 
     fault: FaultClass
     """Class of the fault."""
@@ -48,7 +53,9 @@ class Death:
     """Name of the signal that ended the process; empty if an exception did."""
 
     why: str
-    """Cause of the death, in words, for messages."""
+    """Cause of the death, in words, for messages: a predicate of the process, or for
+    `FaultClass.NODE` a sentence about the node.
+    """
 
     iteration: int
     """Iteration in which the process died; 0 before the first one."""
@@ -68,9 +75,19 @@ class Death:
         return self.found_unix_s - self.last_seen_unix_s
 
     def __str__(self) -> str:
-        where = f" of iteration {self.iteration}" if self.iteration else ""
         found = f"found {1e3 * self.detect_s:.0f} ms after its last sign of life"
+        if self.fault is FaultClass.NODE:
+            return f"{self.why}, {found}"
+        where = f" of iteration {self.iteration}" if self.iteration else ""
         return (
             f"rank {self.global_rank} (pid {self.pid}) {self.why} in"
             f" {self.phase}{where}, {found}"
         )
+
+
+def classes_of(deaths: Iterable[Death]) -> dict[str, FaultClass]:
+    """Return the class of each death by the death's text, for events.
+
+    A lost node counts once, not once for each of its ranks.
+    """
+    return {str(death): death.fault for death in deaths}

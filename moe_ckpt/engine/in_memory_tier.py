@@ -29,7 +29,7 @@ from moe_ckpt.engine.rank_parts import RankParts
 from moe_ckpt.engine.snapshot_stores import SnapshotStore
 from moe_ckpt.engine.window_agreement import WindowAgreement
 from moe_ckpt.errors import CheckpointSaveError
-from moe_ckpt.events import CheckpointFailed, SnapshotTaken
+from moe_ckpt.events import CheckpointFailed, CopiesRestored, SnapshotTaken
 from moe_ckpt.types import Measured, ReadyGradients, SlotPlan
 
 _log = logging.getLogger(__name__)
@@ -69,6 +69,7 @@ class InMemoryTier:
         self._dense_bytes = parts.dense_bytes
         self._newest: SlotPlan | None = None
         self._pauses = False
+        self._awaits_restored = False
         # the end of the last generation lifted the cap
         parts.memory.engine.apply_cap()
 
@@ -126,6 +127,8 @@ class InMemoryTier:
             # does not wait here; a write that is not registered keeps iterations from
             # being quiet
             self.finish_persisting()
+        if self._awaits_restored:
+            self._look_at_copies()
         self._meter.resumed()
 
     def committed(self, iteration: int) -> None:
@@ -195,9 +198,10 @@ class InMemoryTier:
             to_disk: Whether the window that begins with this snapshot also goes to
                 disk.
         """
+        windows = self._memory.snapshots.windows()
+        self._awaits_restored = bool(windows)
         if self._sink.adopt(plan.window_start):
             return
-        windows = self._memory.snapshots.windows()
         has_state = any(
             window.is_whole_state and window.start == plan.window_start
             for window in windows
@@ -351,6 +355,13 @@ class InMemoryTier:
             CheckpointSaveError: The write failed, and `ckpt.strict` is set.
         """
         self._agreement.finish_persisting()
+
+    def _look_at_copies(self) -> None:
+        """Log once that peers hold again what this rank keeps from before."""
+        publisher = self._memory.publisher
+        if publisher and publisher.num_peers and publisher.has_begun_blobs():
+            self._awaits_restored = False
+            self._events.append(CopiesRestored(num_peers=publisher.num_peers))
 
     def _report(self, error: CheckpointSaveError) -> None:
         assert self._newest is not None

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from moe_ckpt.elastic.failures import text_of
 from moe_ckpt.elastic.generations import fault_of_end
-from moe_ckpt.elastic.process_failure import Death
+from moe_ckpt.elastic.process_failure import Death, classes_of
 from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.engine.session import Session
 from moe_ckpt.events import EventLog, GenerationEnded, Rejoined, TrainingFailed
@@ -162,11 +162,12 @@ class GenerationLoop:
         self._rendezvous.entered()
         if generation == 1:
             return done, self._session.notes
+        faults = classes_of(deaths)
         event = Rejoined(
             generation=generation,
             iteration=done,
             joined_unix_s=joined_unix_s,
-            deaths=[str(death) for death in deaths],
+            deaths=list(faults),
             detect_s=max((death.detect_s for death in deaths), default=0.0),
             rebuild_s=joined_unix_s
             - max((death.found_unix_s for death in deaths), default=joined_unix_s),
@@ -174,7 +175,7 @@ class GenerationLoop:
             replay_s=time.monotonic() - started_s - recovered.fetch_s,
             fetched_bytes=recovered.fetched_bytes,
             executed_iters=recovered.executed_iters,
-            classes=[death.fault for death in deaths] or [fault_of_end(self._reason)],
+            classes=list(faults.values()) or [fault_of_end(self._reason)],
             formed_groups=self._rendezvous.num_formed_groups,
             kept_groups=self._rendezvous.num_kept_groups,
         )

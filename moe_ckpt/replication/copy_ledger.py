@@ -98,6 +98,8 @@ class CopyLedger:
         # copies since copying began; done if peers had the blob before. Empty while
         # copying is stopped, and another dict after each transition
         self._copies: dict[str, Future[Any]] = {}
+        # keys of this rank's blobs when copying last began
+        self._begun: frozenset[str] = frozenset()
         # keys added since copying stopped, or whose copies had not arrived by then:
         # peers may hold other contents under such a key
         self._changed: set[str] = set()
@@ -147,6 +149,7 @@ class CopyLedger:
             self.state = CopyState.COPYING
             self.num_peers = len(held)
             self.has_failed = False
+            self._begun = frozenset(keys)
             self._waits.allow()
             for key in keys:
                 if key not in everywhere:
@@ -208,6 +211,18 @@ class CopyLedger:
         self._require_begun()
         copies = [self._copies.get(key) for key in keys]
         return any(copy is not None and not copy.done() for copy in copies)
+
+    def has_begun_blobs(self) -> bool:
+        """Return whether peers have all blobs with which copying last began.
+
+        Blobs that were dropped since do not count.
+        """
+        self._require_begun()
+        with self._lock:
+            copies = [self._copies.get(key) for key in self._begun]
+        return all(
+            copy is None or (copy.done() and not copy.exception()) for copy in copies
+        )
 
     def wait_until_copied(self, keys: Iterable[str]) -> bool:
         """Wait until peers hold these blobs.

@@ -356,6 +356,13 @@ class Publisher:
         """Return whether `await_copies` would wait for these snapshots."""
         return self._ledger.is_under_way(self._copied_keys_of(snapshots))
 
+    def has_begun_blobs(self) -> bool:
+        """Return whether peers have all blobs that the folder had as copying began.
+
+        Blobs that were dropped since do not count.
+        """
+        return self._ledger.has_begun_blobs()
+
     def persist(
         self, disk: LocalDisk, snapshots: Sequence[Snapshot], *, keep: int | None
     ) -> Future[None]:

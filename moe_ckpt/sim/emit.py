@@ -7,8 +7,9 @@ the word "simulated".
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from moe_ckpt.elastic.process_failure import FaultClass
 from moe_ckpt.events import (
     CheckpointSaved,
     Event,
@@ -27,6 +28,7 @@ from moe_ckpt.events import (
     WindowChosen,
     WorkerStarted,
 )
+from moe_ckpt.faults.schedule import TimedFault
 from moe_ckpt.sim.generation import Generation
 from moe_ckpt.sim.partial import Lost
 from moe_ckpt.sim.saving import Recovery, Saving, Setup
@@ -210,9 +212,12 @@ class _Rank:
         return begun_s + durable.done_s, saved
 
     def _recovered(self, stretch: Recovered) -> Iterator[Timed]:
-        deaths = [
-            f"rank {rank} died" for fault in stretch.faults for rank in fault.ranks
-        ]
+        faults = {
+            death: fault_class
+            for fault in stretch.faults
+            for death, fault_class in self._deaths(fault)
+        }
+        deaths = list(faults)
         back_s, restarts = (
             stretch.since_s + stretch.seconds,
             self._saving.recovery is Recovery.RESTART,
@@ -243,7 +248,18 @@ class _Rank:
             yield back_s, self._lost(stretch.iteration, stretch.lost)
         if not restarts:
             yield from self._replayed(stretch, back_s)
-            yield back_s, self._rejoined(stretch, deaths, joined_s)
+            yield back_s, self._rejoined(stretch, faults, joined_s)
+
+    def _deaths(self, fault: TimedFault) -> Iterator[tuple[str, FaultClass]]:
+        """Yield the deaths of a fault, in words, with their classes."""
+        cluster = self._setup.cluster
+        # without spare nodes, nodes stand for single ranks of one machine
+        if fault.scope == "node" and cluster.spares:
+            for node in sorted({rank // cluster.gpus_per_node for rank in fault.ranks}):
+                yield f"node {node} is lost", FaultClass.NODE
+        else:
+            for rank in fault.ranks:
+                yield f"rank {rank} died", FaultClass.SIGNAL
 
     def _lost(self, iteration: int, lost: Lost) -> TokensLost:
         assert self._saving.partial is not None
@@ -272,7 +288,7 @@ class _Rank:
                 yield back_s, recovered
 
     def _rejoined(
-        self, stretch: Recovered, deaths: list[str], joined_s: float
+        self, stretch: Recovered, faults: Mapping[str, FaultClass], joined_s: float
     ) -> Rejoined:
         rollbacks = stretch.plan.rollbacks if stretch.plan else ()
         starts = [
@@ -284,12 +300,12 @@ class _Rank:
             generation=self._generation,
             iteration=stretch.iteration,
             joined_unix_s=joined_s,
-            deaths=deaths,
+            deaths=list(faults),
             detect_s=stretch.detect_s,
             rebuild_s=stretch.rebuild_s,
             fetch_s=stretch.fetch_s,
             replay_s=stretch.replay_s,
             fetched_bytes=0,
             executed_iters=stretch.iteration - starts[0] if starts else 0,
-            classes=["signal"] * len(deaths),
+            classes=list(faults.values()),
         )

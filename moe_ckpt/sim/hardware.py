@@ -152,13 +152,22 @@ class ClusterConfig:
     """
 
     spares: int
-    """Spare nodes that wait."""
+    """Spare nodes that wait (`runtime.spare_nodes`)."""
 
     spare_s: float
-    """Seconds until a spare node has replaced a lost node."""
+    """Seconds by which the loss of a node takes longer than the death of a worker,
+    until the node's ranks are on a spare node.
+
+    A spare node has imported all modules, so little but detection adds to `detect_s`
+    and `rebuild_s`: `runtime.node_s` if a node falls silent.
+    """
 
     repair_s: float
-    """Seconds until a lost node is back, as a spare."""
+    """Seconds until a lost node is back, as a spare.
+
+    A job without spare nodes waits for a lost node. `runtime.join_s`, after which the
+    job saves and ends, is assumed to be longer.
+    """
 
     def __post_init__(self) -> None:
         for name in (

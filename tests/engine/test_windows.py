@@ -20,12 +20,14 @@ from moe_ckpt.engine.session import Session
 from moe_ckpt.errors import ConfigError, NothingLeftError, PeersLostError
 from moe_ckpt.events import (
     CheckpointSkipped,
+    CopiesRestored,
     Event,
     Rejoined,
     ReplayDiffered,
     SnapshotTaken,
     StageRecovered,
     WindowChosen,
+    WindowReplicated,
     read_events,
 )
 from moe_ckpt.policies.moevement import SparseWindows
@@ -48,6 +50,7 @@ from tests.harness.threads.job import (
 from tests.harness.threads.model import MICRO_BATCHES, PAIR, PIPE, Model, Shape
 from tests.policies.profiles import config
 from tests.small_disk import small_disk
+from tests.waits import WAIT_S
 
 AXES: dict[str, Sequence[Any]] = {
     "shape": [
@@ -420,6 +423,53 @@ def test_logs_of_an_old_window_outlive_a_recovery(tmp_path: Path) -> None:
     assert replayed(exact(job)) == {1: 20}, (
         "twice from the window of iteration 0 to iteration 10"
     )
+
+
+class _CopiesEnd(Observer):
+    """Lets an iteration end only after all copies that have been requested by then."""
+
+    def __init__(self, job: ThreadJob, iteration: int) -> None:
+        self._job, self._iteration = job, iteration
+
+    def committed(self, iteration: int, rank: int, model: Model) -> None:
+        client = self._job.clients[rank]
+        assert client is not None
+        if iteration == self._iteration:
+            client.copy([]).result(WAIT_S)
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_a_rank_logs_when_peers_hold_its_windows_again(
+    arrives: bool, tmp_path: Path
+) -> None:
+    """All ranks go back to the snapshot of iteration 4, and the next one is that of 8.
+
+    The lost rank held the copies of rank 0. Where these copies do not arrive again,
+    rank 0 has copies once the next snapshot is kept.
+    """
+    job = ThreadJob(
+        tmp_path,
+        config("gemini", every_iters=4),
+        PIPE,
+        iterations=10,
+        faults=[replace(AT_REDUCE, loses_memory=True)],
+    )
+
+    def is_held(key: str) -> bool:
+        return bool(job.struck) and key.startswith("snapshot-4-") and not arrives
+
+    job.on_worker.append(
+        lambda rank, _: answer_copies(job.clients[rank], is_held, Future)
+    )
+    job.observers.append(_CopiesEnd(job, 5))
+    exact(job)
+    events = [entry.event for entry in read_events(job.event_path(0))]
+    told = (WindowReplicated, Rejoined, CopiesRestored)
+    since = [type(event) for event in events if isinstance(event, told)]
+    since = since[since.index(Rejoined) + 1 :]
+    first, second = since
+    assert {first, second} == {CopiesRestored, WindowReplicated}
+    assert (first is CopiesRestored) == arrives
 
 
 def test_windows_go_on_after_a_fault(tmp_path: Path) -> None:

@@ -18,7 +18,14 @@ from moe_ckpt.events import (
     TrainingFailed,
     WorkerStarted,
 )
-from tests.report_runs import Story, committed, rejoined, write_events, write_run
+from tests.report_runs import (
+    LOST_NODE,
+    Story,
+    committed,
+    rejoined,
+    write_events,
+    write_run,
+)
 
 ANEW = WorkerStarted(pid=2, host="here", incarnation=1, device="cpu")
 FAILED = TrainingFailed(iteration=4, error="ValueError: shapes do not match")
@@ -37,6 +44,21 @@ def test_a_death_that_all_ranks_report_counts_once() -> None:
     assert count_faults(
         [[killed, again], [ANEW, killed, again], [ANEW, replaced, again]]
     ) == {"signal": 2, "hang": 1}
+
+
+def test_a_lost_node_counts_once_for_all_ranks(tmp_path: Path) -> None:
+    lost = rejoined(5, deaths=[LOST_NODE], classes=["node"])
+    both = rejoined(5, deaths=["rank 0 died", LOST_NODE], classes=["signal", "node"])
+    # a new worker whose forerunner's record is of an earlier generation
+    new = rejoined(5, deaths=[], classes=["restart"])
+    assert count_faults([[both], [lost], [ANEW, new]]) == {"signal": 1, "node": 1}
+    run = write_run(tmp_path / "run", Story(death=LOST_NODE, fault="node"))
+    facts = gather(read_run(run))
+    assert dict(facts.faults) == {"node": 1}
+    assert [episode.causes for episode in facts.episodes] == [(LOST_NODE,)]
+    text = to_markdown([facts])
+    assert f"| node | 1 | {EXPLAINED['node']} |" in text
+    assert LOST_NODE in text
 
 
 def test_an_end_without_a_death_counts_once_for_its_class() -> None:

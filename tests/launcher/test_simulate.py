@@ -24,7 +24,7 @@ from launcher.simulator.config import (
     compose_simulation,
 )
 from launcher.simulator.plan_lines import is_tied, plan_lines
-from launcher.simulator.planning import command_of, rank_policies
+from launcher.simulator.planning import Candidate, command_of, rank_policies
 from launcher.simulator.published_page import (
     METRICS,
     NEAR,
@@ -177,6 +177,16 @@ def test_the_tables_have_24_ettr_cells_of_moevement() -> None:
     )
 
 
+def torchrun_restarts(candidate: Candidate) -> None:
+    """Check that no spare node takes ranks of a lost one in the candidate's job."""
+    words = command_of(candidate, [])
+    script = words.index("launcher/train.py")
+    assert {"--nnodes=3:3", "--max-restarts=10", "--rdzv-backend=c10d"} < set(
+        words[:script]
+    )
+    assert compose_settings(words[script + 1 :]).job.runtime.spare_nodes == 0
+
+
 def test_policies_are_ranked_by_ettr_and_the_best_has_its_command() -> None:
     machine = [
         "cluster=h200",
@@ -220,15 +230,26 @@ def test_policies_are_ranked_by_ettr_and_the_best_has_its_command() -> None:
     best = next(candidate for candidate in possible if candidate.is_lossless)
     words = command_of(best, arguments)
     script = words.index("launcher/train.py")
-    assert {"--nnodes=3:3", "--nproc-per-node=2", "--max-restarts=10"} < set(
-        words[:script]
-    )
+    assert words[1:script] == [
+        "--nnodes=11",
+        "--node-rank=$NODE_RANK",
+        "--master-addr=$HOST",
+        "--master-port=29500",
+        "--nproc-per-node=2",
+    ]
     settings = compose_settings(words[script + 1 :])
     assert (
         settings.model.init_std,
         settings.parallel.ep,
         settings.train.global_batch_size,
-    ) == (0.01, 2, 512)
+        settings.job.runtime.spare_nodes,
+    ) == (0.01, 2, 512, 8)
+    torchrun_restarts(
+        next(each for each in possible if each.overrides == ("ckpt=none",))
+    )
+    alone = [*arguments, "ckpt=moevement", "cluster.spares=0"]
+    result = run_simulation(compose_simulation(alone))
+    torchrun_restarts(Candidate(overrides=("ckpt=moevement",), result=result))
     mirror = next(
         candidate
         for candidate in possible
@@ -243,6 +264,7 @@ def test_policies_are_ranked_by_ettr_and_the_best_has_its_command() -> None:
     text = "\n".join(plan_lines(candidates, arguments))
     assert "tiny on 3 nodes of 2 GPUs (h200), " in text
     assert "A node is lost every 60 s on average; mean of 1 runs of 0.167 h, " in text
+    assert "The last 8 of 11 nodes are spare ones; $NODE_RANK is a" in text
     table, _, command = text.partition("as a command for each node:")
     assert shlex.split(command.replace("\\\n", " ")) == words
     groups = [line for line in table.splitlines() if line.endswith(":")]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,10 @@ import pytest
 from launcher.status import main
 from moe_ckpt.elastic.live_workers import read_live, write_live
 from moe_ckpt.elastic.status_page import Phase, StatusPage
+from moe_ckpt.events import CopiesRestored, GenerationEnded
 from tests.harness.jobs.walking_job import make_run, parked_job, rewrite_live
 from tests.report_runs import rejoined, write_events
+from tests.waits import WAIT_S
 
 
 @pytest.fixture
@@ -183,6 +187,8 @@ def test_the_result_of_a_run_that_has_ended_is_shown(
         "ended": True,
         "result": result,
         "faults": {},
+        "recovery": None,
+        "ranks_without_copies": None,
         "exactness": None,
         "ranks": [],
     }
@@ -203,6 +209,58 @@ def test_faults_are_counted_by_class(
     )
     assert shown(capsys, run)["faults"] == {"signal": 1, "hang": 1}
     assert "faults so far: 1 signal, 1 hang\n" in text_of(capsys, run)
+
+
+def test_hosts_are_named_if_there_are_several(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "hosts:" not in text_of(capsys, run)
+    for rank, host in ((0, "near"), (2, "far"), (3, "far")):
+        write_live(
+            run,
+            global_rank=rank,
+            node=rank // 2,
+            supervisor_pid=os.getppid(),
+            memory=tmp_path,
+            incarnation=0,
+        )
+        rewrite_live(run, rank, host=host, boot=f"of {host}")
+    rewrite_live(run, 1, host="near")
+    text = text_of(capsys, run)
+    assert "hosts: near: ranks 0 to 1; far: ranks 2 to 3\n" in text
+    assert "elsewhere: whether these workers live cannot be seen from here\n" in text
+
+
+def test_a_recovery_and_missing_copies_are_shown(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left = GenerationEnded(generation=2, reason="", left_unix_s=time.time() - 40.0)
+    copied = CopiesRestored(num_peers=1)
+    write_events(run, 0, [(1.0, copied), (2.0, left)])
+    write_events(run, 1, [(1.0, rejoined(4)), (1.5, copied)])
+    record = shown(capsys, run)
+    assert 40.0 <= record["recovery"].pop("seconds") < 40.0 + WAIT_S
+    assert record["recovery"] == {"left": [0], "started": [], "missing": [1]}
+    assert record["ranks_without_copies"] == [0]
+    text = text_of(capsys, run)
+    found = re.search(r"recovering for \d+ s: (.*)\n", text)
+    assert found is not None
+    assert found[1] == (
+        "rank 0 left the generation that ended, rank 1 missing or being replaced"
+    )
+    assert "copies: not all on peers since the last loss or start: rank 0\n" in text
+
+    write_events(run, 0, [(2.0, left), (3.0, rejoined(4)), (3.5, copied)])
+    assert shown(capsys, run)["recovery"] is None
+    assert "copies: the snapshots of all ranks are on peers" in text_of(capsys, run)
+
+
+def test_nothing_is_said_of_copies_once_the_run_has_ended(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_events(run, 1, [(1.0, CopiesRestored(num_peers=1))])
+    rewrite_live(run, 1, start_ticks=1, supervisor_pid=2**22 + 1)
+    assert "copies:" not in text_of(capsys, run)
 
 
 def test_no_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -136,6 +136,29 @@ def test_copying_begins_with_what_a_peer_lacks(
 
 
 @pytest.mark.parametrize(
+    ("script", "has_all"),
+    [
+        ("resume of", True),
+        ("resume ab of ab", True),
+        ("resume ab of a", False),
+        ("resume ab of a, complete b", True),
+        ("resume ab of a, fail b", False),
+        ("resume ab of a, drop b", True),
+        # a new blob is not one that a loss has taken from peers
+        ("resume a of a, add b", True),
+        ("resume a of a, add a", False),
+        ("resume a of a, add a, complete a", True),
+        ("resume a of, complete a, resume ab of a", False),
+    ],
+)
+def test_copies_are_complete_once_peers_have_what_copying_began_with(
+    script: str, has_all: bool, ledger: CopyLedger, peers: Peers
+) -> None:
+    carry_out(script, ledger, peers)
+    assert ledger.has_begun_blobs() is has_all
+
+
+@pytest.mark.parametrize(
     ("script", "dropped"),
     [
         ("begin a of ax/y, complete a", ["drop x y"]),

@@ -650,6 +650,24 @@ def test_memory_counts_until_its_snapshot_is_on_disk() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("saving", "meets_s", "replaying"),
+    [(LOCAL, 2.0, [2]), (GEMINI, 2.0, [0, 1, 2, 3]), (NONE, 50.0, [])],
+    ids=["moevement", "gemini", "none"],
+)
+def test_a_lost_node_costs_a_spare_beside_a_dead_worker_and_no_restart(
+    saving: Saving, meets_s: float, replaying: list[int]
+) -> None:
+    """Only `none`, without supervisors, restarts all processes."""
+    of = setup(machines=cluster(spare_s=5.0))
+    (dead,) = recoveries(run(saving, [at(95.0, rank=4)], of=of))
+    (lost,) = recoveries(run(saving, [at(95.0, rank=4, scope="node")], of=of))
+    assert (dead.detect_s, dead.rebuild_s) == (1.0, pytest.approx(meets_s))
+    assert (lost.detect_s, lost.rebuild_s) == (1.0, pytest.approx(meets_s + 5.0))
+    rollbacks = lost.plan.rollbacks if lost.plan else ()
+    assert [stage for each in rollbacks for stage in each.stages] == replaying
+
+
 def test_without_a_spare_node_all_wait_for_a_repair() -> None:
     few = setup(machines=cluster(spares=1, repair_s=100.0, spare_s=5.0))
     saving = plan_saving(

@@ -29,7 +29,7 @@ from moe_ckpt.sim.cluster import simulate
 from moe_ckpt.sim.emit import rank_events
 from moe_ckpt.sim.policies import plan_saving
 from moe_ckpt.sim.timeline import Outcome
-from tests.sim.setups import ckpt, setup
+from tests.sim.setups import ckpt, cluster, setup
 
 SETUP = setup()
 LOCAL = plan_saving(ckpt("ckpt=moevement", "ckpt.window=3"), SETUP)
@@ -135,6 +135,40 @@ def test_a_restart_is_told_as_one() -> None:
     ]
     assert [event.iteration for event in saved] == list(
         range(3, outcome.iterations + 1, 3)
+    )
+
+
+def test_a_lost_node_is_one_fault_of_its_class() -> None:
+    kills = [
+        Kill(rank=4, after_s=95.0, scope="node"),
+        Kill(rank=1, after_s=255.0, scope="node"),
+        Kill(rank=6, after_s=255.0, scope="node"),
+    ]
+    outcome = simulate(SETUP, LOCAL, kills, duration_s=500.0)
+    for rank in range(8):
+        found = [
+            (logged.event.deaths, logged.event.classes)
+            for logged in told(outcome, rank)
+            if isinstance(logged.event, Rejoined)
+        ]
+        assert found == [
+            (["node 2 is lost"], ["node"]),
+            (["node 0 is lost", "node 3 is lost"], ["node", "node"]),
+        ]
+
+
+def test_nodes_of_a_cluster_without_spares_are_ranks_of_one_machine() -> None:
+    of = setup(machines=cluster(spares=0, repair_s=0.0))
+    kill = Kill(rank=4, after_s=95.0, scope="node")
+    outcome = simulate(of, LOCAL, [kill], duration_s=200.0)
+    (event,) = (
+        logged.event
+        for logged in rank_events(of, LOCAL, outcome, 0)
+        if isinstance(logged.event, Rejoined)
+    )
+    assert (event.deaths, event.classes) == (
+        ["rank 4 died", "rank 5 died"],
+        ["signal", "signal"],
     )
 
 

@@ -26,7 +26,14 @@ from moe_ckpt.events import (
     StateResumed,
     WorkerStarted,
 )
-from tests.report_runs import DEATH, Timed, committed, log_of, rejoined
+from tests.report_runs import (
+    DEATH,
+    LOST_NODE,
+    Timed,
+    committed,
+    log_of,
+    rejoined,
+)
 
 BEGUN = WorkerStarted(pid=1, host="here", incarnation=0, device="cpu")
 ANEW = WorkerStarted(pid=2, host="here", incarnation=1, device="cpu")
@@ -111,6 +118,45 @@ TABLE: dict[str, tuple[list[Timed], float, dict[str, float]]] = {
             "fetch": 50,
             "waiting": 100,
             "replay": 200,
+        },
+    ),
+    "a rank of a node that was silent for long, on its spare node": (
+        [
+            (0.5, committed(1)),
+            (11.0, ANEW),
+            (11.1, ModelBuilt(seconds=0.05)),
+            (11.5, rejoined(1, detect_s=10.0, deaths=[LOST_NODE], classes=["node"])),
+        ],
+        11.5,
+        {
+            "compute": 450,
+            "stall": 50,
+            "lost": 450,
+            "detection": 10000,
+            "rebuild": 200,
+            "fetch": 50,
+            "waiting": 300,
+        },
+    ),
+    "a worker of a given-up node that leaves its generation late": (
+        [
+            (0.5, committed(1)),
+            (1.2, ANEW),
+            (1.45, rejoined(1)),
+            (1.95, committed(2)),
+            (2.2, LEFT),
+            (2.45, committed(3)),
+            (2.45, FINISHED),
+        ],
+        2.45,
+        {
+            "compute": 1350,
+            "stall": 150,
+            "lost": 300,
+            "detection": 100,
+            "rebuild": 200,
+            "fetch": 50,
+            "waiting": 300,
         },
     ),
     "a simulated rank that replays, without saying when": (

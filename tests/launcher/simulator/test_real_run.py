@@ -106,6 +106,26 @@ def test_a_restart_costs_without_a_recovery() -> None:
 
 
 @pytest.mark.parametrize(
+    ("fault", "found"), [("signal", ("0.1", "0.2")), ("node", (None, None))]
+)
+def test_a_lost_node_does_not_count_for_the_constants_of_a_dead_worker(
+    fault: str, found: tuple[str | None, str | None]
+) -> None:
+    told = replace(back(0.1, 0.2), classes=[fault])
+    start = [(0.0, born(0)), (1.0, second(1)), (2.0, second(2))]
+    after = [(6.0, told), (7.0, second(3)), (8.0, second(4))]
+    ranks = [
+        logged(0, *start, *after),
+        logged(1, *start, (5.0, born(1)), *after),
+    ]
+    run = RealRun(
+        settings=compose_settings(["ckpt=gemini"]), world_size=2, kills=(), ranks=ranks
+    )
+    measured = measure([run], compose_machine(["cluster=local"])[0])
+    assert (measured.get("detect_s"), measured.get("rebuild_s")) == found
+
+
+@pytest.mark.parametrize(
     ("told", "stall_s", "resume_s"),
     [
         # fetch takes 0.25 s, replay 0.5 s, and two iterations take 1 s longer than
