@@ -2,7 +2,8 @@
 
 Hosts are network namespaces: all processes of a host are killed at once, its link is
 cut, or it freezes. Only real agents, supervisors, stores and connections between hosts
-decide what others notice of a lost host.
+decide what others notice of a lost host. Each row prints a line of the table in
+docs/guarantees.md: run `pytest --full -s` with this file, as root.
 """
 
 from __future__ import annotations
@@ -31,6 +32,11 @@ TWO = (*PP2, "parallel.ep=1", "train.iterations=60")
 LONG = (*PP2, "parallel.ep=1", "train.iterations=120")
 WINDOW = ("ckpt=moevement", "ckpt.window=2", "ckpt.replicas=1")
 AT = 20
+
+
+def row(what: str, job: SpareHostsJob) -> None:
+    found = max(event.detect_s for event in events_of(job.run, Rejoined))
+    print(f"\n| {what} | {found:.2f} | {job.longest_pause_s():.1f} |")
 
 
 def require_kept_processes(job: SpareHostsJob, workers: dict[int, int]) -> None:
@@ -77,6 +83,7 @@ def test_a_spare_host_takes_the_rank_of_a_host_whose_processes_are_killed(
     require_local_recovery(job, workers)
     [event] = events_of(job.run, Rejoined, 0)
     assert event.classes == [FaultClass.NODE]
+    row("all processes of a host are killed in backward; 2 + 1 hosts", job)
 
 
 @pytest.mark.full
@@ -93,6 +100,7 @@ def test_a_host_whose_link_is_cut_for_good_is_replaced_after_node_s(
     assert [job.status(host) for host in (0, 2)] == [0, 0]
     require_local_recovery(job, workers)
     assert "no sign of life for runtime.node_s=10 seconds" in job.said()
+    row("a link is cut for good; 2 + 1 hosts", job)
 
 
 @pytest.mark.full
@@ -113,6 +121,7 @@ def test_a_host_that_froze_for_long_waits_as_a_spare_one_and_is_used_again(
     assert outcome_of(job.run, job.result()) == uninterrupted(2, *LONG)
     require_local_recovery(job, workers)
     assert [job.status(host) for host in (0, 1)] == [0, 0]
+    row("a host freezes and thaws, then its successor is killed; 2 + 1 hosts", job)
 
 
 @pytest.mark.full
@@ -134,6 +143,7 @@ def test_a_host_may_be_lost_in_any_phase_and_in_a_recovery(
         os.kill(job.worker(0).pid, signal.SIGKILL)
     job.lose(lost)
     assert outcome_of(job.run, job.result()) == uninterrupted(2, *TWO)
+    row("six hosts, one in each phase and one in a recovery; 2 + 6 hosts", job)
 
 
 @pytest.mark.full
@@ -167,6 +177,7 @@ def test_one_of_four_hosts_is_replaced(
         require_kept_processes(job, workers)
     assert [job.status(host) for host in (0, 1, 3, 4)] == [0] * 4
     assert "Error waiting on exit barrier" not in job.said()
+    row(f"a host is killed in backward; 4 + 1 hosts, {policy[0]}, {training[0]}", job)
 
 
 @pytest.mark.full
@@ -184,6 +195,7 @@ def test_where_both_holders_of_a_window_are_lost_the_job_goes_on_from_disk(
     assert outcome_of(job.run, job.result()) == uninterrupted(4, *training)
     [event] = events_of(job.run, StateResumed)
     assert (event.source, event.iteration >= 8) == ("local disk", True)
+    row("both holders of a window, from disk; 4 + 2 hosts", job)
 
 
 @pytest.mark.chaos

@@ -7,6 +7,7 @@ the host's link, or freezes the host. Needs root; see `hosts_job.network_of`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -20,7 +21,7 @@ from typing import Any
 
 from moe_ckpt.elastic.live_workers import LiveWorker, read_written
 from moe_ckpt.elastic.status_page import ANY_ITERATION
-from moe_ckpt.events import IterationCommitted, Rejoined
+from moe_ckpt.events import IterationCommitted, Rejoined, read_events
 from moe_ckpt.types import Phase
 from scripts import hosts, run_on_hosts
 from tests.harness.jobs.training import events_of, fast
@@ -120,6 +121,15 @@ class SpareHostsJob:
         return [
             event.iteration for event in events_of(self.run, IterationCommitted, rank)
         ]
+
+    def longest_pause_s(self) -> float:
+        """Return the longest time between two iterations that rank 0 has committed."""
+        times = [
+            logged.t_s
+            for logged in read_events(self.run / "events" / "rank0000.jsonl")
+            if isinstance(logged.event, IterationCommitted)
+        ]
+        return max(later - earlier for earlier, later in itertools.pairwise(times))
 
     def worker(self, rank: int) -> LiveWorker:
         return next(
