@@ -106,9 +106,11 @@ def run_with_spares(
         limit = 'has the job\'s store, and the job ends with it (runtime.etcd: "")'
         complain(f"runtime.spare_nodes: node 0, {socket.gethostname()}, {limit}")
     is_first, host = launch.local_rank == 0, socket.gethostname()
-    if is_first and machine.is_spare:
-        complain(f"{host} is a spare node, and waits")
-    waiting = start_waiting() if machine.is_spare else None
+    waiting = None
+    if machine.stands_by():
+        waiting = start_waiting()
+        if is_first:
+            complain(f"{host} is a spare node, and waits")
     while True:
         call = machine.wait_for_node()
         if call.node is None:

@@ -24,7 +24,6 @@ class OwnMachine:
     Attributes:
         root: The machine's folder in shared memory.
         host: Address of the machine.
-        is_spare: Whether the machine is none of the nodes with which the job began.
     """
 
     def __init__(
@@ -52,19 +51,27 @@ class OwnMachine:
         self._launch = launch
         self.root = root
         self.host = host
-        self.is_spare = launch.node >= launch.num_nodes - spare_nodes
         self._board = board
         self._num_nodes = launch.num_nodes - spare_nodes
+        self._name = f"{host}/{boot_id()}/{root.name}"
         self._watcher = watcher(
             WatcherSettings(
                 root=root,
-                name=f"{host}/{boot_id()}/{root.name}",
+                name=self._name,
                 number=launch.node,
                 host=host,
                 num_nodes=self._num_nodes,
                 num_machines=launch.num_nodes,
                 node_s=node_s,
             )
+        )
+
+    def stands_by(self) -> bool:
+        """Return whether another machine is the node with this machine's number."""
+        node = self._launch.node
+        return node >= self._num_nodes or self._board.holder(node) not in (
+            "",  # the job begins
+            self._name,
         )
 
     def wait_for_node(self) -> Call:
