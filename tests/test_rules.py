@@ -23,6 +23,9 @@ SLEEPERS = {
     "tests/harness/jobs/hosts_job.py": (
         "the only signs that other processes give are their files"
     ),
+    "tests/harness/jobs/spare_hosts_job.py": (
+        "the only signs that other processes give are their files"
+    ),
     "tests/launcher/test_partitions.py": (
         "the time for which a link is cut is the subject"
     ),
@@ -59,7 +62,7 @@ USE_TORCH_DISTRIBUTED = {  # process groups, stores and what is inside them
         "staged_group",
         "batched_transfers",
     ),
-    "nccl_backend",
+    *("nccl_backend", "machines", "machine_watcher", "standing_by"),
 }
 """Modules of moe_ckpt/elastic that may use torch.distributed."""
 
