@@ -151,14 +151,18 @@ class LostMachines:
 
     def _connect(self, watched: _Watched) -> None:
         where = watched.machine.host, watched.machine.port
+        began_s = self._now()
         try:
             watched.link = socket.create_connection(where, _CONNECT_S)
         except ConnectionRefusedError:
             watched.refused = True
         except OSError:
-            return  # no way to the machine: its signs of life decide
+            pass  # no way to the machine: its signs of life decide
         else:
             self._selector.register(watched.link, selectors.EVENT_READ, self.ended)
+        # the try is no pause of this machine: signs of life are read after it. With
+        # several machines that do not answer, no silence would be long enough otherwise
+        self._looked_s += min(self._now() - began_s, _CONNECT_S)
 
     def _close(self, watched: _Watched) -> None:
         if watched.link is not None:
