@@ -483,6 +483,10 @@ def _run_with_spares(
 
     Returns:
         The exit status.
+
+    Raises:
+        ConfigError: The rendezvous is not static.
+        StoreLostError: The store is gone while this machine is a spare one.
     """
     wanted = (
         "static (--node-rank, --master-addr, --master-port) with runtime.spare_nodes:"

@@ -74,11 +74,17 @@ class OwnMachine:
 
         Returns:
             The call that says so.
+
+        Raises:
+            StoreLostError: The store is gone.
         """
         while True:
             self._watcher.keep()
             if call := wait_for_call(self.root):
                 return call
+            # any request: the watcher may have ended because the store is gone, and no
+            # later watcher could live then
+            self._board.holder(0)
 
     def position(self, node: int) -> Launch:
         """Return this process's position in the job while this machine is a node."""

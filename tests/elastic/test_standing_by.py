@@ -21,6 +21,7 @@ import torch.distributed as dist
 from moe_ckpt.elastic.checked_store import CheckedStore
 from moe_ckpt.elastic.machine_calls import Call
 from moe_ckpt.elastic.machine_watcher import WatcherProcess
+from moe_ckpt.elastic.machines import MachineBoard
 from moe_ckpt.elastic.shared_memory import begin_rank, open_memory_root
 from moe_ckpt.elastic.standing_by import OwnMachine
 from moe_ckpt.elastic.torchrun import Launch
@@ -215,5 +216,10 @@ def test_a_spare_machine_waits_no_more_once_the_store_is_lost(machines, start) -
     host = start(serve_store)
     connect = partial(dist.TCPStore, "127.0.0.1", host.hear(), is_master=False)
     _, spare = machines(connect)
+    board = MachineBoard(connect())
+    assert wait_until(lambda: board.newest(1) is not None)
+    [name] = [machine.name for machine in (board.newest(1),) if machine]
+    # its watcher has all connections by then
+    assert wait_until(lambda: bool(board.signs([name])))
     host.kill()
     assert spare.call() == "the store is lost"
