@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import signal
 import socket
@@ -123,6 +124,7 @@ class WatcherProcess:
         self, agent: int, machines: socket.socket, supervisors: socket.socket
     ) -> NoReturn:
         try:
+            Thread(target=_end_with, args=(agent,), name="agent", daemon=True).start()
             null = os.open(os.devnull, os.O_RDWR)
             # a reader of the job's output must not wait for this process
             for standard in (0, 1, 2):
@@ -136,7 +138,7 @@ class WatcherProcess:
                 stop_supervisors=self._stop_supervisors,
                 answer_exit_barrier=self._answer_exit_barrier,
             )
-            watcher.run(agent, MachineBoard(self._open_store()))
+            watcher.run(MachineBoard(self._open_store()))
         finally:
             os._exit(0)
 
@@ -188,16 +190,14 @@ class MachineWatcher:
         ]
         self._call = Call(node=nodes[0]) if nodes else None
 
-    def run(self, agent: int, ends: MachineBoard) -> None:
-        """Watch until the agent has ended.
+    def run(self, ends: MachineBoard) -> NoReturn:
+        """Watch until the process ends.
 
         Args:
-            agent: A pidfd of the agent.
             ends: The keys of machines, over another connection, for a thread that waits
                 for the end of the job.
         """
         read_end, write_end = os.pipe()
-        self._selector.register(agent, selectors.EVENT_READ)
         self._selector.register(read_end, selectors.EVENT_READ, self._read_end)
         Thread(
             target=_tell_end, args=(ends, write_end), name="job-end", daemon=True
@@ -206,8 +206,6 @@ class MachineWatcher:
         while True:
             events = self._selector.select(max(0.0, look_s - time.monotonic()))
             for key, _ in events:
-                if key.fileobj == agent:
-                    return
                 key.data(key.fileobj)
             if events or time.monotonic() >= look_s:
                 look_s = time.monotonic() + self._settings.node_s / _SIGNS
@@ -294,6 +292,14 @@ class MachineWatcher:
         """Return the number of torchrun's machines that do not answer."""
         machines = map(self._board.newest, range(self._settings.num_machines))
         return sum(machine is None or not _answers(machine) for machine in machines)
+
+
+def _end_with(agent: int) -> NoReturn:
+    """End this process with the agent, also while a request to the store blocks."""
+    poll = select.poll()
+    poll.register(agent, select.POLLIN)
+    poll.poll()
+    os._exit(0)
 
 
 def _tell_end(ends: MachineBoard, write_end: int) -> None:

@@ -70,6 +70,7 @@ def supervise(
     )
     begin_rank(machine.root, rank)
     answers: dict[str, Callable[[], Any]] = {
+        "ready?": lambda: True,
         "wait": machine.wait_for_node,
         "processes": machine.processes,
         "end": lambda: machine.end_job(END.status),
@@ -96,6 +97,12 @@ class OneMachine:
             Child(stack, supervise, NUM_LOCAL_RANKS * number + local_rank, *arguments)
             for local_rank in range(NUM_LOCAL_RANKS)
         ]
+
+    def is_ready(self) -> bool:
+        """Wait until all supervisors have the store."""
+        for supervisor in self.supervisors:
+            supervisor.tell("ready?")
+        return all(supervisor.hear() for supervisor in self.supervisors)
 
     def wait(self) -> None:
         self.supervisors[0].tell("wait")
@@ -125,19 +132,23 @@ class OneMachine:
 
 
 @pytest.fixture
-def machines(stack: ExitStack) -> Callable[..., tuple[OneMachine, OneMachine]]:
+def folder(stack: ExitStack) -> Path:
+    """Return a folder with a short path, as the paths of Unix sockets must be short."""
+    return Path(stack.enter_context(tempfile.TemporaryDirectory()))
+
+
+@pytest.fixture
+def machines(
+    folder: Path, stack: ExitStack
+) -> Callable[..., tuple[OneMachine, OneMachine]]:
     """Return a function that starts the machine of node 0, and a spare one that waits.
 
     By default the store is a file.
     """
-    # not `tmp_path`: the path of a Unix socket must be short
-    folder = stack.enter_context(tempfile.TemporaryDirectory())
 
     def start(connect: Connect | None = None) -> tuple[OneMachine, OneMachine]:
-        connect = connect or partial(open_store, folder)
-        node, spare = (
-            OneMachine(stack, Path(folder), number, connect) for number in range(2)
-        )
+        connect = connect or partial(open_store, str(folder))
+        node, spare = (OneMachine(stack, folder, number, connect) for number in (0, 1))
         node.wait()
         assert node.call() == Call(node=0)
         spare.wait()
@@ -218,8 +229,23 @@ def test_a_spare_machine_waits_no_more_once_the_store_is_lost(machines, start) -
     _, spare = machines(connect)
     board = MachineBoard(connect())
     assert wait_until(lambda: board.newest(1) is not None)
-    [name] = [machine.name for machine in (board.newest(1),) if machine]
+    machine = board.newest(1)
+    assert machine
     # its watcher has all connections by then
-    assert wait_until(lambda: bool(board.signs([name])))
+    assert wait_until(lambda: bool(board.signs([machine.name])))
     host.kill()
     assert spare.call() == "the store is lost"
+
+
+def test_a_watcher_that_finds_no_store_ends_with_its_agent(
+    folder: Path, stack: ExitStack, start
+) -> None:
+    """Its client of the store tries to connect for long."""
+    host = start(serve_store)
+    connect = partial(dist.TCPStore, "127.0.0.1", host.hear(), is_master=False)
+    machine = OneMachine(stack, folder, 1, connect)
+    assert machine.is_ready()
+    host.kill()
+    watch = Watch(stack, machine.watcher())
+    machine.lose()
+    watch.wait_for_end()
