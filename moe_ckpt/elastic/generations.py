@@ -174,12 +174,16 @@ class Generations:
             if not self._store.check([f"{generation}/here/{rank}"])
         ]
 
-    def goes(self, generation: int, timeout_s: float) -> bool:
+    def goes(
+        self, generation: int, timeout_s: float, *, join_s: float | None = None
+    ) -> bool:
         """Wait until all ranks have arrived, or the generation has ended.
 
         Args:
             generation: The generation.
             timeout_s: The time limit, in seconds.
+            join_s: The time limit of all waits together, for the error; None: the limit
+                of this wait.
 
         Returns:
             Whether all ranks have arrived.
@@ -194,7 +198,7 @@ class Generations:
             arrived = self._store.add(f"{generation}/arrived", 0)
             raise RanksMissingError(
                 f"generation {generation}: got {arrived} ranks in"
-                f" runtime.join_s={timeout_s:g} seconds, wanted all"
+                f" runtime.join_s={join_s or timeout_s:g} seconds, wanted all"
             ) from error
         return self._store.get(key) == _GO.encode()
 
@@ -460,7 +464,7 @@ class Membership:
             except RanksMissingError:
                 late.act(self._generations.missing(generation, self.member.world_size))
             left_s -= late.after_s
-        return self._generations.goes(generation, left_s)
+        return self._generations.goes(generation, left_s, join_s=self._join_s)
 
     def _require_progress(self) -> None:
         """Check that generations do not end in vain, again and again.
