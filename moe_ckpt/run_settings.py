@@ -112,6 +112,9 @@ class RunSettings:
             else "auto or true: --plain is without"
         )
         require(guard is not refused, "runtime.guard", guard, wanted)
+        spare_nodes = self.job.runtime.spare_nodes if self.is_plain else 0
+        wanted = "0 without supervisors: a spare node would train with --plain"
+        require(not spare_nodes, "runtime.spare_nodes", spare_nodes, wanted)
 
 
 def parse_run(arguments: Sequence[str]) -> RunSettings:

@@ -95,6 +95,10 @@ def run_with_spares(
 
     Returns:
         The exit status.
+
+    Raises:
+        ConfigError: The rendezvous is not static, or a setting cannot work.
+        StoreLostError: The store is gone while this machine is a spare one.
     """
     wanted = (
         "static (--node-rank, --master-addr, --master-port) with runtime.spare_nodes:"

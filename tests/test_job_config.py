@@ -36,6 +36,8 @@ RUNTIME: dict[str, Any] = {
     "health": "true",
     "health_s": 33.0,
     "sick_place": "leave",
+    "spare_nodes": 1,
+    "node_s": 11.0,
     "etcd": "host:2379",
     "stop_save_s": 23.0,
     "notice_file": "notice",
@@ -134,10 +136,12 @@ def test_a_report_finds_the_policy(
     assert run.policy == "moevement"
 
 
-def job_of(policy: str, guard: bool | str) -> JobConfig:
+def job_of(policy: str, guard: bool | str, **runtime: Any) -> JobConfig:
     folder = RunFolderConfig(dir=None, name="run", configuration="")
     return JobConfig(
-        ckpt=ckpt_config(policy), runtime=runtime_config(guard=guard), folder=folder
+        ckpt=ckpt_config(policy),
+        runtime=runtime_config(guard=guard, **runtime),
+        folder=folder,
     )
 
 
@@ -169,6 +173,15 @@ def test_supervisors_that_do_not_fit_the_policy_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=f"runtime.guard: got {guard}, {wanted}"):
         _ = job_of(policy, guard).is_supervised
+
+
+def test_spare_nodes_without_supervisors_are_refused() -> None:
+    wanted = r"^runtime\.spare_nodes: got 1, wanted 0 without supervisors: a spare"
+    with pytest.raises(ConfigError, match=wanted):
+        _ = job_of("dense", "auto", spare_nodes=1).is_supervised
+    with pytest.raises(ConfigError, match=wanted):
+        parse_run(["--plain", "--set", "runtime.spare_nodes=1", "--", "train.py"])
+    assert job_of("moevement", "auto", spare_nodes=1).is_supervised
 
 
 def test_an_attached_loop_has_supervisors_unless_it_is_plain() -> None:

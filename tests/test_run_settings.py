@@ -133,6 +133,13 @@ def test_a_file_is_read_first_and_assignments_replace_its_keys(tmp_path: Path) -
             "runtime.join_s: got 1.0, wanted more than",
         ),
         (
+            [
+                *("--set", "runtime.spare_nodes=1", "--set", "runtime.join_s=300"),
+                *("--set", "runtime.node_s=300", *SCRIPT),
+            ],
+            "runtime.node_s: got 300.0, wanted less than runtime.join_s=300: survivors",
+        ),
+        (
             ["--set", "parallel.ranks_per_node=0", *SCRIPT],
             "parallel.ranks_per_node: got 0, wanted auto or a number",
         ),

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import signal
 import socket
@@ -122,6 +123,7 @@ class WatcherProcess:
         self, agent: int, machines: socket.socket, supervisors: socket.socket
     ) -> NoReturn:
         try:
+            Thread(target=_end_with, args=(agent,), name="agent", daemon=True).start()
             null = os.open(os.devnull, os.O_RDWR)
             # a reader of the job's output must not wait for this process
             for standard in (0, 1, 2):
@@ -135,7 +137,7 @@ class WatcherProcess:
                 stop_supervisors=self._stop_supervisors,
                 answer_exit_barrier=self._answer_exit_barrier,
             )
-            watcher.run(agent, self._open_board())
+            watcher.run(self._open_board())
         finally:
             os._exit(0)
 
@@ -174,6 +176,7 @@ class MachineWatcher:
         self._stop_supervisors = stop_supervisors
         self._answer_exit_barrier = answer_exit_barrier
         self._waiting: list[socket.socket] = []
+        self._look_s = time.monotonic()
         self._selector = selectors.DefaultSelector()
         self._selector.register(supervisors, selectors.EVENT_READ, self.admit)
         self._selector.register(machines, selectors.EVENT_READ, self._admit_machine)
@@ -190,30 +193,27 @@ class MachineWatcher:
         ]
         self._call = Call(node=nodes[0]) if nodes else None
 
-    def run(self, agent: int, ends: MachineBoard) -> None:
-        """Watch until the agent has ended.
+    def run(self, ends: MachineBoard) -> NoReturn:
+        """Watch until the process ends.
 
         Args:
-            agent: A pidfd of the agent.
             ends: The keys of machines, over another connection, for a thread that waits
                 for the end of the job.
         """
         read_end, write_end = os.pipe()
-        self._selector.register(agent, selectors.EVENT_READ)
         self._selector.register(read_end, selectors.EVENT_READ, self._read_end)
         Thread(
             target=_tell_end, args=(ends, write_end), name="job-end", daemon=True
         ).start()
-        look_s = time.monotonic()
         while True:
-            events = self._selector.select(max(0.0, look_s - time.monotonic()))
-            for key, _ in events:
-                if key.fileobj == agent:
-                    return
-                key.data(key.fileobj)
-            if events or time.monotonic() >= look_s:
-                look_s = time.monotonic() + self._settings.node_s / _SIGNS
-                self.look()
+            self.turn()
+
+    def turn(self) -> None:
+        """Wait for an event, or for the time of the next look; then look."""
+        wait_s = max(0.0, self._look_s - time.monotonic())
+        for key, _ in self._selector.select(wait_s):
+            key.data(key.fileobj)
+        self.look()
 
     @property
     def node(self) -> int | None:
@@ -223,6 +223,7 @@ class MachineWatcher:
     def look(self) -> None:
         """Give a sign of life; on a spare machine, take the place of a lost one."""
         board, name = self._board, self._settings.name
+        self._look_s = time.monotonic() + self._settings.node_s / _SIGNS
         board.sign(name)
         if self._has_ended() or self._is_node():
             return
@@ -308,6 +309,14 @@ class MachineWatcher:
         """Return the number of torchrun's machines that do not answer."""
         machines = map(self._board.newest, range(self._settings.num_machines))
         return sum(machine is None or not _answers(machine) for machine in machines)
+
+
+def _end_with(agent: int) -> NoReturn:
+    """End this process with the agent, also while a request to the store blocks."""
+    poll = select.poll()
+    poll.register(agent, select.POLLIN)
+    poll.poll()
+    os._exit(0)
 
 
 def _tell_end(ends: MachineBoard, write_end: int) -> None:

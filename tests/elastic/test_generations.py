@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -26,13 +26,14 @@ from moe_ckpt.elastic.generations import (
     STORE_LOST,
     SUPERVISOR,
     Generations,
+    Late,
     Member,
     Membership,
 )
 from moe_ckpt.elastic.process_failure import Death, FaultClass
 from moe_ckpt.elastic.process_groups import ElasticGroups
 from moe_ckpt.elastic.status_page import StatusPage
-from moe_ckpt.errors import PeersLostError
+from moe_ckpt.errors import PeersLostError, RanksMissingError
 from moe_ckpt.types import Phase
 from tests.harness.gloo.ranks import run_ranks
 from tests.harness.gloo.workers import (
@@ -600,16 +601,22 @@ def test_a_member_whose_store_is_lost_ends(tmp_path: Path, start) -> None:
     assert member.exit_status() == STORE_LOST
 
 
-def only_member(store: dist.Store, page: StatusPage) -> tuple[Generations, Membership]:
-    """Return keys and membership of a job's only rank, without process groups."""
+def only_member(
+    store: dist.Store,
+    page: StatusPage,
+    *,
+    world_size: int = 1,
+    join_s: float = WAIT_S,
+    late: Late | None = None,
+) -> tuple[Generations, Membership]:
+    """Return keys and membership of the only process, without process groups."""
     generations = Generations(store)
     generations.claim(0, 0)
-    member = Member(global_rank=0, world_size=1, incarnation=0)
+    member = Member(global_rank=0, world_size=world_size, incarnation=0)
     calls = dict.fromkeys(("form", "cut", "abandon", "leave"), lambda *_: None)
     groups: Any = SimpleNamespace(**calls)
-    return generations, Membership(
-        member, store, store, groups, page, join_s=WAIT_S, grace_s=GRACE_S
-    )
+    limits: Any = {"join_s": join_s, "grace_s": GRACE_S, "late": late}
+    return generations, Membership(member, store, store, groups, page, **limits)
 
 
 def test_the_end_of_each_generation_runs_what_waits_for_it(tmp_path: Path) -> None:
@@ -625,6 +632,40 @@ def test_the_end_of_each_generation_runs_what_waits_for_it(tmp_path: Path) -> No
         generations.end(generation, "a test")
         assert end.wait(WAIT_S)
         membership.leave()
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_missing_ranks_are_late_once_and_after_the_first_generation(
+    tmp_path: Path, comes: bool
+) -> None:
+    """Rank 1 has arrived in the second generation, and rank 2 may come late."""
+    seen: list[Sequence[int]] = []
+
+    def act(missing: Sequence[int]) -> None:
+        seen.append(missing)
+        if comes:
+            generations.arrive(2, 3)
+            generations.done(2, 3)
+
+    generations, membership = only_member(
+        dist.HashStore(),
+        StatusPage(tmp_path / "page"),
+        world_size=3,
+        join_s=0.2,
+        late=Late(after_s=0.05, act=act),
+    )
+    in_vain = pytest.raises(RanksMissingError, match=r"in runtime.join_s=0.2 seconds")
+    with in_vain:
+        membership.join()
+    assert seen == [], "all ranks build their models before the first generation"
+    generations.end(1, "a death")
+    generations.sign_in(2, 1)
+    generations.arrive(2, 3)
+    generations.done(2, 3)
+    with contextlib.nullcontext() if comes else in_vain:
+        membership.join()
+        membership.finish()
+    assert seen == [[2]]
 
 
 def test_a_worker_that_asks_the_store_counts_as_waiting(tmp_path: Path) -> None:

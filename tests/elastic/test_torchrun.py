@@ -1,10 +1,12 @@
 """torchrun's report ends with this project's error.
 
-Also, a variable that the user has set is distinguished from one that torchrun has set.
+Also, a variable that the user has set is distinguished from one that torchrun has set,
+and a machine may be another node than torchrun's.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +17,15 @@ from torch.distributed.elastic.multiprocessing.errors import (
     ProcessFailure,
 )
 
-from moe_ckpt.elastic.torchrun import write_error_file
+from moe_ckpt.elastic.torchrun import (
+    Launch,
+    export_launch,
+    read_launch,
+    require_spares,
+    write_error_file,
+)
 from scripts.write_configuration import ROOT
+from tests.launcher.errors import error_of
 
 
 def report_of(path: Path) -> str:
@@ -85,3 +94,29 @@ def test_a_variable_of_the_user_is_told_from_one_of_torchrun(
         text=True,
     )
     assert said.stdout == f"{wanted}\n"
+
+
+SPARE = Launch(global_rank=7, local_rank=1, world_size=8, local_world_size=2, attempt=0)
+"""The last rank of four nodes."""
+
+
+def test_a_process_on_a_spare_node_gets_the_rank_and_variables_of_its_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken = SPARE.as_node(1, 3)
+    assert (taken.global_rank, taken.world_size) == (3, 6)
+    assert (taken.node, taken.num_nodes, taken.local_ranks) == (1, 3, range(2, 4))
+    monkeypatch.setattr(os, "environ", {"MASTER_ADDR": "a", "MASTER_PORT": "1"})
+    os.environ |= {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    export_launch(taken)
+    assert read_launch() == taken
+    names = ("ROLE_RANK", "ROLE_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+    assert [os.environ[name] for name in names] == ["3", "6", "1", "3"]
+
+
+def test_a_job_has_nodes_beside_its_spare_ones() -> None:
+    require_spares(SPARE.num_nodes, 3)
+    assert error_of(require_spares, SPARE.num_nodes, 4) == (
+        "runtime.spare_nodes: got 4, wanted less than torchrun's --nnodes=4, which"
+        " counts spare nodes, too"
+    )
