@@ -7,6 +7,7 @@ Each writer sets these modes without the help of a umask. The job of
 from __future__ import annotations
 
 import os
+import socket
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,12 @@ from moe_ckpt.elastic.live_workers import write_live
 from moe_ckpt.elastic.shared_memory import rank_memory, take_over
 from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.events import EventLog, write_events
-from moe_ckpt.private_files import make_private, open_private, write_private
+from moe_ckpt.private_files import (
+    bind_private,
+    make_private,
+    open_private,
+    write_private,
+)
 from moe_ckpt.replication.client import daemon_socket
 from moe_ckpt.replication.daemon import WorkerServer
 from moe_ckpt.replication.final_save import SaveTarget, write_save_target
@@ -140,6 +146,25 @@ def test_what_is_planted_in_place_of_a_file_is_replaced(
     write_private(path, "of the job")
     assert read_only_by_owner(path) == "of the job"
     assert not path.is_symlink()
+    assert victim.read_text() == "of the victim"
+
+
+@pytest.mark.parametrize("plant", [plant_link, plant_file, plant_hard_link, None])
+def test_what_is_in_place_of_a_socket_is_replaced(
+    root: Path, plant: Callable[[Path, Path], None] | None
+) -> None:
+    """Without `plant`, an earlier process has left its socket."""
+    make_private(root)
+    victim, path = root / "victim", root / "socket"
+    victim.write_text("of the victim")
+    if plant:
+        plant(path, victim)
+    else:
+        bind_private(path).close()
+    with bind_private(path), socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+        assert stat.S_ISSOCK(path.lstat().st_mode)
+        assert open_to_others(path) == []
     assert victim.read_text() == "of the victim"
 
 

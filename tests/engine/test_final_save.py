@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -21,9 +22,11 @@ from moe_ckpt.elastic import job_store
 from moe_ckpt.elastic.torchrun import Launch
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.events import LastSaveDone, read_events
+from moe_ckpt.replication.client import DaemonClient
 from moe_ckpt.replication.final_save import (
     SaveTarget,
     save_last,
+    save_while_missing,
     saved_iterations,
     windows_in,
     write_save_target,
@@ -33,7 +36,7 @@ from moe_ckpt.snapshot.blobs import BlobFolder, own_path
 from moe_ckpt.supervised_rank import SupervisedRank
 from moe_ckpt.types import RunIdentity
 from tests.engine.damage import flip_a_bit_of, rewrite_headers
-from tests.harness.threads.job import TICKET, ThreadJob
+from tests.harness.threads.job import TICKET, Daemon, ThreadJob
 from tests.harness.threads.model import PAIR, Shape
 from tests.harness.threads.stops import At, StoppedError, started_again
 from tests.policies.profiles import config
@@ -84,6 +87,29 @@ def test_a_stopped_job_goes_on_from_its_last_save(
 ) -> None:
     job = stopped(tmp_path, policy, **settings)
     assert [saved(job.memory(rank))[-1] for rank in job.ranks] == [wanted] * 2
+    assert started_again(job) == [("local disk", wanted)] * 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "settings", "wanted"),
+    [
+        ("moevement", {"window": 2, "pause_iters": 1}, 5),
+        ("gemini", {"every_iters": 2}, 4),
+    ],
+    ids=["moevement", "gemini"],
+)
+def test_a_job_goes_on_from_the_save_of_a_rank_that_waited_for_another_one(
+    policy: str, settings: dict[str, Any], wanted: int, tmp_path: Path, stack: ExitStack
+) -> None:
+    """Rank 1 waits for rank 0, whose node is lost with its memory and disk."""
+    job = stopped(tmp_path, policy, **settings)
+    shutil.rmtree(job.memory(0))
+    shutil.rmtree(job.disk(0))
+    daemon = Daemon(job.memory(1), 1, lambda: True, keeps_own=False)
+    stack.callback(daemon.close)
+    client = stack.enter_context(closing(DaemonClient(job.memory(1), timeout_s=WAIT_S)))
+    save_while_missing(job.memory(1), client, WAIT_S, [0])
+    assert saved_iterations(job.memory(1))[-1] == wanted
     assert started_again(job) == [("local disk", wanted)] * 2
 
 
