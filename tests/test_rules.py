@@ -63,7 +63,7 @@ USE_TORCH_DISTRIBUTED = {  # process groups, stores and what is inside them
         "staged_group",
         "batched_transfers",
     ),
-    *("nccl_backend", "machines", "machine_watcher", "standing_by"),
+    "nccl_backend",
 }
 """Modules of moe_ckpt/elastic that may use torch.distributed."""
 

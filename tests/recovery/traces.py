@@ -248,18 +248,16 @@ class _RecordedStore:
                 say(f"{self._recorder.who} is done")
         return answer
 
-    def set(self, key: str, value: str) -> None:
-        with self._recorder.turn() as say:
-            self._store.set(key, value)
-            if key.startswith("incarnation/"):
-                say(f"{self._recorder.who} starts worker {value}")
-
     def _sentence(self, key: str, expected: str, desired: str) -> str | None:
         """Return the sentence of a write.
 
         Returns None if the write will change nothing, or does not concern the model.
         """
         who, (first, _, what) = self._recorder.who, key.partition("/")
+        if first == "incarnation":
+            is_claim = bool(expected) and self._store.get(key).decode() == expected
+            number, _, _ = desired.partition(" ")
+            return f"{who} starts worker {number}" if is_claim else None
         if key == "generation":
             has_effect = bool(expected) and self._store.get(key).decode() == expected
             return (
