@@ -6,6 +6,7 @@ No watcher finds a loss by silence here: `runtime.node_s` is too long for that.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import tempfile
 from collections.abc import Callable
@@ -157,9 +158,21 @@ def machines(
     return start
 
 
-def test_a_spare_machine_takes_the_node_of_a_machine_that_is_lost(machines) -> None:
+def is_watched(folder: Path) -> bool:
+    """Return whether another machine has connected to the machine of node 0."""
+    machine = MachineBoard(open_store(str(folder))).newest(0)
+    assert machine is not None
+    connected = re.compile(rf"\d+: \w+:{machine.port:04X} \w+:\w+ 01 ")
+    return connected.search(Path("/proc/net/tcp").read_text()) is not None
+
+
+def test_a_spare_machine_takes_the_node_of_a_machine_that_is_lost(
+    machines, folder: Path
+) -> None:
     """Of the lost machine nothing is left: its watcher and memory go with its agent."""
     node, spare = machines()
+    # a refusal counts only after a connection has ended
+    assert wait_until(lambda: is_watched(folder))
     left = [Watch(node.stack, pid) for pid in node.processes().values()]
     assert node.processes(0) == node.processes(1), "a machine has one watcher"
     node.lose()

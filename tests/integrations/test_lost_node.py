@@ -78,4 +78,4 @@ def test_a_spare_node_takes_the_ranks_of_a_lost_node(
         events_of(job.run, WorkerStarted, rank)[-1].pid for rank in (0, 1)
     ] == workers
     [event] = events_of(job.run, Rejoined)
-    assert event.classes == [FaultClass.NODE] * 2
+    assert event.classes == [FaultClass.NODE]
