@@ -26,7 +26,7 @@ from moe_ckpt.events import (
     StateResumed,
     WindowReplicated,
     WorkerStarted,
-    last_event,
+    last_events,
 )
 
 _OF_GENERATIONS = (GenerationEnded, Rejoined, WorkerStarted)
@@ -73,29 +73,14 @@ def read_job_state(run: Path, world_size: int) -> JobState:
         run: The run folder.
         world_size: The number of ranks.
     """
+    choices = _OF_GENERATIONS, _WITH_COPIES, _WITH_COPIES + _WITHOUT_COPIES
     paths = [run / "events" / f"rank{rank:04d}.jsonl" for rank in range(world_size)]
+    of_ranks = [_last(path, choices) for path in paths]
+    of_generations, with_copies, of_copies = zip(*of_ranks, strict=True)
     return JobState(
-        recovery=_recovery([_last(path, _OF_GENERATIONS) for path in paths]),
-        without_copies=_without_copies(paths),
+        recovery=_recovery(of_generations),
+        without_copies=_without_copies(with_copies, of_copies),
     )
-
-
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Return ranks in words, such as `rank 3` or `ranks 0 to 3, 6`.
-
-    Args:
-        ranks: The ranks, ascending.
-    """
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1].append(rank)
-        else:
-            spans.append([rank])
-    named = [
-        f"{span[0]} to {span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans
-    ]
-    return f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(named)}"
 
 
 def _recovery(last: Sequence[Event | None]) -> Recovery | None:
@@ -120,21 +105,27 @@ def _recovery(last: Sequence[Event | None]) -> Recovery | None:
     )
 
 
-def _without_copies(paths: Sequence[Path]) -> list[int] | None:
-    if all(_last(path, _WITH_COPIES) is None for path in paths):
+def _without_copies(
+    with_copies: Sequence[Event | None], last: Sequence[Event | None]
+) -> list[int] | None:
+    """Return the ranks without copies.
+
+    Args:
+        with_copies: Each rank's last event after which peers have its copies.
+        last: The same, or a later event after which peers may lack copies.
+    """
+    if all(event is None for event in with_copies):
         return None
-    kinds = _WITH_COPIES + _WITHOUT_COPIES
     return [
-        rank
-        for rank, path in enumerate(paths)
-        if not isinstance(_last(path, kinds), _WITH_COPIES)
+        rank for rank, event in enumerate(last) if not isinstance(event, _WITH_COPIES)
     ]
 
 
-def _last(path: Path, kinds: Sequence[type[Event]]) -> Event | None:
-    """Return a rank's last event of some kinds; None if it has none."""
+def _last(path: Path, choices: Sequence[Sequence[type[Event]]]) -> list[Event | None]:
+    """Return a rank's last event of each choice of kinds; None for no event."""
+    names = [[kind.__name__ for kind in kinds] for kinds in choices]
     try:
-        logged = last_event(path, [kind.__name__ for kind in kinds])
+        logged = last_events(path, *names)
     except FileNotFoundError:
-        return None
-    return logged.event if logged else None
+        return [None for _ in choices]
+    return [each.event if each else None for each in logged]

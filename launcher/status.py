@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from launcher.fault_classes import count_faults_in
-from launcher.job_state import JobState, Recovery, ranks_in_words, read_job_state
+from launcher.job_state import JobState, Recovery, read_job_state
 from launcher.promise import read_exactness
 from moe_ckpt.arguments import Parser
 from moe_ckpt.elastic.live_workers import (
@@ -29,6 +29,7 @@ from moe_ckpt.elastic.live_workers import (
     read_world_size,
     read_written,
 )
+from moe_ckpt.elastic.process_failure import ranks_in_words
 from moe_ckpt.errors import ConfigError, exit_status
 
 _WORDS = ("host", "phase", "state")

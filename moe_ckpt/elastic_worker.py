@@ -36,6 +36,7 @@ from moe_ckpt.elastic.job_store import (
     say_once,
 )
 from moe_ckpt.elastic.live_workers import remove_live, write_live
+from moe_ckpt.elastic.process_failure import ranks_in_words
 from moe_ckpt.elastic.process_groups import BACKEND, ElasticGroups, GroupTimeouts
 from moe_ckpt.elastic.status_page import StatusPage, start_heartbeat
 from moe_ckpt.elastic.supervisor import (
@@ -205,8 +206,8 @@ class Worker:
             return
         if self.launch.global_rank == 0:
             complain(
-                f"ranks {', '.join(map(str, missing))} are missing, and no spare node"
-                " has taken them: windows go to disk, and the job waits"
+                f"missing: {ranks_in_words(missing)}; no spare node has taken them:"
+                " windows go to disk, and the job waits"
                 f" runtime.join_s={runtime.join_s:g} seconds for a spare node"
             )
         daemon = DaemonClient(memory, timeout_s=runtime.copy_s)

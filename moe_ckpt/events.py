@@ -770,24 +770,30 @@ def read_events(path: Path, *, only: Collection[str] = ()) -> Iterator[LoggedEve
         yield logged
 
 
-def last_event(path: Path, only: Collection[str]) -> LoggedEvent | None:
-    """Return the last complete event of some kinds in one rank's file.
+def last_events(path: Path, *choices: Collection[str]) -> list[LoggedEvent | None]:
+    """Return the last complete event of each choice of kinds in one rank's file.
 
-    No other line is parsed, so the call is fast in long files.
+    The file is read once, and no other line is parsed: the call is fast in long files.
 
     Args:
         path: The file.
-        only: Names of the event kinds.
+        choices: Each has names of event kinds.
 
     Returns:
-        The event. None if there is none, or if the line is not an event of this
-        version.
+        An event for each choice. None if there is none, or if the line is not an event
+        of this version.
 
     Raises:
         OSError: The file cannot be read.
     """
     content = path.read_bytes()
     content = content[: _complete_length(content)]
+    return [_last_event(path, content, only) for only in choices]
+
+
+def _last_event(
+    path: Path, content: bytes, only: Collection[str]
+) -> LoggedEvent | None:
     # quotes inside of strings are escaped: these bytes are only in a line's kind
     at = max(content.rfind(f'"event": "{kind}"'.encode()) for kind in only)
     if at < 0:

@@ -17,16 +17,12 @@ import msgspec
 from moe_ckpt.agent import agent_pid
 from moe_ckpt.config import require
 from moe_ckpt.elastic.checked_store import CheckedStore
-from moe_ckpt.elastic.generations import (
-    FENCED,
-    STORE_LOST,
-    Generations,
-)
+from moe_ckpt.elastic.generations import FENCED, STORE_LOST, Generations
 from moe_ckpt.elastic.job_store import answer_exit_barrier, has_static_agents
 from moe_ckpt.elastic.machine_calls import Call
 from moe_ckpt.elastic.machine_watcher import WatcherProcess
 from moe_ckpt.elastic.machines import MachineBoard
-from moe_ckpt.elastic.process_failure import Death, FaultClass
+from moe_ckpt.elastic.process_failure import Death, FaultClass, ranks_in_words
 from moe_ckpt.elastic.standing_by import OwnMachine
 from moe_ckpt.elastic.supervisor import Supervisor, complain
 from moe_ckpt.elastic.torchrun import Launch, export_launch
@@ -34,7 +30,6 @@ from moe_ckpt.elastic.waiting_worker import WaitingWorker
 from moe_ckpt.elastic_worker import Worker, open_part, run_one_worker
 from moe_ckpt.errors import StoreLostError
 from moe_ckpt.job_config import JobConfig
-from moe_ckpt.replication.placement import num_nodes
 from moe_ckpt.run_folder import read_run_folder
 from moe_ckpt.supervised_rank import SupervisedRank, describe_rank, host_of, open_memory
 from moe_ckpt.types import Phase
@@ -199,8 +194,8 @@ def begin_first(
     if waiting is None or waiting.has_begun:
         return None
     order = _Order(
-        node=supervised.node,
-        num_nodes=num_nodes(supervised.launch.world_size, supervised.ranks_per_node),
+        node=supervised.launch.node,
+        num_nodes=supervised.launch.num_nodes,
         incarnation=incarnation,
         memory=str(supervised.memory),
         folder=str(supervised.folder.path),
@@ -211,11 +206,8 @@ def begin_first(
 def report_lost(taken: TakenNode, generations: Generations) -> None:
     """Record the death of a rank whose machine is lost, and print a message."""
     launch, call = taken.launch, taken.call
-    ranks = launch.local_ranks
-    which = (
-        f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-    )
-    lost = f"node {launch.node} ({which}) is lost: {call.why}"
+    ranks = ranks_in_words(launch.local_ranks)
+    lost = f"node {launch.node} ({ranks}) is lost: {call.why}"
     death = Death(
         fault=FaultClass.NODE,
         global_rank=launch.global_rank,

@@ -27,7 +27,7 @@ from moe_ckpt.events import (
     EventLog,
     EventsLost,
     IterationCommitted,
-    last_event,
+    last_events,
     read_events,
 )
 
@@ -104,7 +104,7 @@ def test_the_last_event_of_some_kinds_is_found(tmp_path: Path) -> None:
         file.write('{"event": "Evaluated", ')  # a worker that died in its line
 
     def last(*kinds: str) -> Event | None:
-        logged = last_event(path, kinds)
+        [logged] = last_events(path, kinds)
         return logged.event if logged else None
 
     assert last("Evaluated") == evaluated(7)
@@ -119,7 +119,7 @@ def test_a_last_event_of_another_version_is_none(
     path = tmp_path / "rank0003.jsonl"
     append_all(path, evaluated(7))
     path.write_text(path.read_text().replace("loss", "other"))
-    assert last_event(path, ["Evaluated"]) is None
+    assert last_events(path, ["Evaluated"]) == [None]
     assert "is no event" in caplog.text
 
 

@@ -104,9 +104,11 @@ class WatcherProcess:
         Call from a process with one thread.
         """
         root = self._settings.root
-        if node_process(root, WATCHER) is None:
+        pid = node_process(root, WATCHER)
+        if pid is None:
             start_node_process(root, WATCHER, self._agent_pid, self._prepare)
-        return node_process(root, WATCHER)
+            pid = node_process(root, WATCHER)
+        return pid
 
     @contextlib.contextmanager
     def _prepare(self) -> Iterator[Main]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -91,3 +91,21 @@ def classes_of(deaths: Iterable[Death]) -> dict[str, FaultClass]:
     A lost node counts once, not once for each of its ranks.
     """
     return {str(death): death.fault for death in deaths}
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Return ranks in words, such as `rank 3` or `ranks 0 to 3, 6`.
+
+    Args:
+        ranks: The ranks, ascending.
+    """
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1].append(rank)
+        else:
+            spans.append([rank])
+    named = [
+        f"{span[0]} to {span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans
+    ]
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(named)}"

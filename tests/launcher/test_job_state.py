@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.job_state import ranks_in_words, read_job_state
+from launcher.job_state import read_job_state
+from moe_ckpt.elastic.process_failure import ranks_in_words
 from moe_ckpt.events import (
     CopiesRestored,
     Event,

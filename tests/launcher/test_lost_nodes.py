@@ -21,7 +21,7 @@ from moe_ckpt.elastic.supervisor import REQUEUE
 from moe_ckpt.events import Rejoined, StateResumed, WorkerStarted
 from moe_ckpt.types import Phase
 from scripts import hosts
-from tests.harness.jobs.chaos import ENDURING, MIB, PHASES, Used
+from tests.harness.jobs.chaos import ENDURING, PHASES, Used, require_level
 from tests.harness.jobs.hosts_job import network_of
 from tests.harness.jobs.references import outcome_of, uninterrupted
 from tests.harness.jobs.spare_hosts_job import SpareHostsJob
@@ -57,10 +57,8 @@ def require_local_recovery(job: SpareHostsJob, workers: dict[int, int]) -> None:
         job: The job, whose training has ended.
         workers: The pids of the workers on healthy hosts, by rank.
     """
-    for rank, pid in workers.items():
-        assert [event.pid for event in events_of(job.run, WorkerStarted, rank)][
-            -1
-        ] == pid
+    require_kept_processes(job, workers)
+    for rank in workers:
         committed = job.committed(rank)
         assert committed == sorted(set(committed)), rank
         assert (
@@ -225,15 +223,7 @@ def test_fifty_lost_hosts_cost_the_others_nothing_that_stays(
         job.wait_for_recovery(loss + 1)
     assert outcome_of(job.run, job.result()) == uninterrupted(2, *training)
     require_local_recovery(job, workers)
-    for early, late in zip(
-        zip(*used[1:5], strict=True), zip(*used[-4:], strict=True), strict=True
-    ):
-        assert min(use.files for use in late) <= max(use.files for use in early)
-        assert min(use.threads for use in late) <= max(use.threads for use in early)
-        grown = min(use.private_bytes for use in late) - min(
-            use.private_bytes for use in early
-        )
-        assert grown < 4 * MIB, f"{grown / MIB:.1f} MiB in {losses} losses"
+    require_level(used)
 
 
 @pytest.mark.full

@@ -6,7 +6,7 @@ import contextlib
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGKILL, SIGSEGV, SIGSTOP, SIGTERM
@@ -245,3 +245,21 @@ def _zombies_of(session: int) -> int:
                 )
                 states[state] += int(of) == session
     return states["Z"]
+
+
+def require_level(used: Sequence[Sequence[Used]]) -> None:
+    """Require that many faults have cost processes nothing that stays.
+
+    Args:
+        used: What each of the same processes used, at one fault after another. The
+            faults after the first one are compared with the last ones.
+    """
+    for early, late in zip(
+        zip(*used[1:5], strict=True), zip(*used[-4:], strict=True), strict=True
+    ):
+        assert min(use.files for use in late) <= max(use.files for use in early)
+        assert min(use.threads for use in late) <= max(use.threads for use in early)
+        grown = min(use.private_bytes for use in late) - min(
+            use.private_bytes for use in early
+        )
+        assert grown < 4 * MIB, f"{grown / MIB:.1f} MiB in {len(used)} faults"
