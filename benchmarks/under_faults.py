@@ -2,7 +2,8 @@
 
     python benchmarks/under_faults.py [--regime capped] [--policy moevement ...]
         [--mtbf-s 20 60] [--runs 8 5] [--seconds 100] [--cap-bytes-per-s 28e6]
-        [-o outputs/under_faults] [--write benchmarks/README.md] [OVERRIDES]
+        [--spare-nodes 6] [-o outputs/under_faults] [--write benchmarks/README.md]
+        [OVERRIDES]
 
 Unless changed: `model=small`, 4 ranks. Policies run at several MTBFs, in interleaved
 order. A run is measured for `--seconds` from the end of its first iteration. Random
@@ -15,6 +16,11 @@ no faults) needs for the same new iterations. Other iterations would not do, bec
 time of an iteration depends on how a router spreads its tokens: early iterations may
 take half as long as later ones. Plain training runs in each round, at each MTBF, among
 the other runs.
+
+With `--spare-nodes`, hosts are lost instead of workers: each rank has a host of its
+own, a network namespace, and a spare host replaces a lost one. Needs root. The host of
+the job's store is never lost, and no lost host comes back, so a run loses at most as
+many hosts as there are spare ones.
 
 In the regime `plain` copies are as fast as the machine. In `capped` each rank copies at
 most `--cap-bytes-per-s` to host memory, to peers and to disk. The cap should make a
@@ -56,6 +62,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import lost_hosts  # noqa: E402
 from benchmarks.lossy.figure import Line, Panel, draw  # noqa: E402
 from benchmarks.marks import rewrite  # noqa: E402
 from benchmarks.overhead import QUIET, student  # noqa: E402
@@ -80,6 +87,11 @@ from moe_ckpt.events import (  # noqa: E402
     IterationCommitted,
     SnapshotTaken,
     WindowChosen,
+)
+from moe_ckpt.faults.schedule import (  # noqa: E402
+    TimedFault,
+    plan_faults,
+    poisson_kills,
 )
 from moe_ckpt.sim.hardware import ClusterConfig  # noqa: E402
 from moe_ckpt.sim.pace import Pace  # noqa: E402
@@ -255,7 +267,12 @@ def plan_cells(policies: Sequence[str], runs: Mapping[float, int]) -> Iterator[C
 
 
 def arguments_of(
-    cell: Cell, *, cap_bytes_per_s: float | None, seconds: float, common: Sequence[str]
+    cell: Cell,
+    *,
+    cap_bytes_per_s: float | None,
+    seconds: float,
+    common: Sequence[str],
+    spare_nodes: int = 0,
 ) -> list[str]:
     """Return the words with which `launcher.compare` describes a run.
 
@@ -264,6 +281,8 @@ def arguments_of(
         cap_bytes_per_s: The cap of each link; None: copies are as fast as the machine.
         seconds: The seconds to measure.
         common: Settings of all runs.
+        spare_nodes: The number of spare nodes. The job injects no fault by itself if
+            there are any.
     """
     words = last_values([*QUIET, f"train.iterations={_MANY}", *common])
     if cell.policy == PLAIN:
@@ -279,6 +298,9 @@ def arguments_of(
         settings += [
             f"ckpt.max_bytes_per_s.{link}={cap_bytes_per_s:.0f}" for link in links
         ]
+    if spare_nodes:
+        settings.append(f"runtime.spare_nodes={spare_nodes}")
+        return [f"{policy}:{','.join(settings)}", *words, "fault=none"]
     count = math.ceil(4 * (seconds + _START_S) / cell.mtbf_s)
     faults = [
         "fault=poisson",
@@ -289,8 +311,28 @@ def arguments_of(
     return [f"{policy}:{','.join(settings)}" if settings else policy, *words, *faults]
 
 
+def losses_of(cell: Cell, spare_nodes: int) -> tuple[TimedFault, ...]:
+    """Return the losses of hosts of a run, in order of time.
+
+    The host of rank 0 has the job's store, and is not lost.
+    """
+    kills = poisson_kills(
+        mtbf_s=cell.mtbf_s,
+        count=spare_nodes,
+        seed=cell.number,
+        world_size=RANKS - 1,
+        scope="node",
+    )
+    losses = plan_faults(kills, RANKS - 1, ranks_per_node=1)
+    return tuple(replace(loss, ranks=(loss.ranks[0] + 1,)) for loss in losses)
+
+
 def carry_out(
-    cell: Cell, folder: Path, arguments: Sequence[str], seconds: float
+    cell: Cell,
+    folder: Path,
+    arguments: Sequence[str],
+    seconds: float,
+    spare_nodes: int = 0,
 ) -> Path:
     """Run a job until the job has been measured for long enough.
 
@@ -302,6 +344,8 @@ def carry_out(
         folder: The folder of all runs.
         arguments: The words for `launcher.compare`.
         seconds: The seconds to measure.
+        spare_nodes: The number of spare nodes. If there are any, and the run is not
+            plain training, the run has hosts, which are lost.
 
     Returns:
         The run folder.
@@ -322,7 +366,17 @@ def carry_out(
     folder.mkdir(parents=True, exist_ok=True)
     [variant] = plan_variants(arguments, RANKS)
     clock = _Clock(run / "events" / "rank0000.jsonl", seconds)
-    outcome = run_job(variant, run, RANKS, clock.goes_on)
+    if spare_nodes and cell.policy != PLAIN:
+        outcome = lost_hosts.run_job(
+            variant.overrides,
+            run,
+            num_ranks=RANKS,
+            losses=losses_of(cell, spare_nodes),
+            training_s=clock.training_s,
+            goes_on=clock.goes_on,
+        )
+    else:
+        outcome = run_job(variant, run, RANKS, clock.goes_on)
     if not outcome.was_stopped or clock.since_s is None:
         sys.exit(
             f"{cell.name}: ended with status {outcome.status} before it was measured;"
@@ -343,6 +397,10 @@ class _Clock:
         self._seconds = seconds
         self._begun_s = time.monotonic()
         self.since_s: float | None = None
+
+    def training_s(self) -> float:
+        """Return the seconds since the first iteration; -1 before its end."""
+        return -1.0 if self.since_s is None else time.monotonic() - self.since_s
 
     def goes_on(self) -> bool:
         """Return whether the run must go on."""
@@ -724,6 +782,7 @@ def main() -> int:
         default=28e6,
         help="of each rank and link, in `capped`",
     )
+    parser.add_argument("--spare-nodes", type=int, default=0)
     parser.add_argument(
         "-o", "--output", type=Path, default=ROOT / "outputs" / "under_faults"
     )
@@ -755,8 +814,9 @@ def main() -> int:
             cap_bytes_per_s=cap_bytes_per_s,
             seconds=options.seconds,
             common=common,
+            spare_nodes=options.spare_nodes,
         )
-        done = carry_out(cell, folder, words, options.seconds)
+        done = carry_out(cell, folder, words, options.seconds, options.spare_nodes)
         measured[cell] = measure(read_run(done), options.seconds)
         # a prediction ends with the last new iteration
         runs[cell] = read_run(done, until=measured[cell].last)

@@ -50,7 +50,7 @@ from moe_ckpt.sim.policies import plan_saving
 from moe_ckpt.sim.recovering import replay_s
 
 _WHAT = "Print the constants of this machine as real runs measured them."
-_OF_A_FAULT = ("detect_s", "rebuild_s", "resume_s", "restart_s")
+_OF_A_FAULT = ("detect_s", "rebuild_s", "resume_s", "restart_s", "spare_s")
 _ENOUGH_BYTES = 1e18
 _TEMPLATE = CONF_DIR / "cluster" / "local.yaml"
 
@@ -237,12 +237,10 @@ def _costs_of(run: RealRun, cluster: ClusterConfig) -> list[dict[str, float]]:
             )
             found.append({"restart_s": max(0.0, rest_s)})
         elif rejoined:
-            # a lost node takes longer to detect and to replace than a worker
-            costs = (
-                {}
-                if FaultClass.NODE in rejoined.classes
-                else {"detect_s": rejoined.detect_s, "rebuild_s": rejoined.rebuild_s}
-            )
+            costs = {"detect_s": rejoined.detect_s, "rebuild_s": rejoined.rebuild_s}
+            if FaultClass.NODE in rejoined.classes:
+                usual = cluster.detect_s + cluster.rebuild_s
+                costs = {"spare_s": max(0.0, sum(costs.values()) - usual)}
             if not (recovered.replayed or rejoined.fetched_bytes):
                 slower_s = recovered.after_s - recovered.stalled_s - trained_s
                 costs["resume_s"] = max(

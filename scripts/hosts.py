@@ -18,6 +18,7 @@ receives none. Frames never leave the machine, because the bridge has no other p
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import signal
@@ -32,6 +33,7 @@ MOST_HOSTS = 200
 UP, CUT, DEAF = "up", "cut", "deaf"
 _BRIDGE, _MIRROR, _MIRROR_END = f"{PREFIX}-br", f"{PREFIX}-mirror", f"{PREFIX}-vm"
 _NAMESPACES = Path("/run/netns")
+_MEMORY = Path("/dev/shm")
 
 Command = tuple[str, ...]
 
@@ -169,6 +171,47 @@ def processes_of(host: int) -> list[int]:
         check=True,
     )
     return [int(pid) for pid in found.stdout.split()]
+
+
+def host_of(pid: int) -> int:
+    """Return the number of the host on which a process runs.
+
+    Raises:
+        ValueError: The process runs on no host, or has ended.
+    """
+    found = subprocess.run(
+        ["ip", "netns", "identify", str(pid)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return int(found.stdout.strip().removeprefix(PREFIX))
+
+
+def signal_all(host: int, number: signal.Signals) -> None:
+    """Send a signal to all processes of a host."""
+    _signal_each(processes_of(host), number)
+
+
+def lose(*lost: int) -> None:
+    """Kill all processes of hosts at once, and delete the hosts' memory.
+
+    Args:
+        lost: The numbers of the hosts.
+    """
+    pids = [pid for host in lost for pid in processes_of(host)]
+    memory = [path for pid in pids for path in _MEMORY.glob(f"moe_ckpt-{pid}-*")]
+    # all are stopped first, so that no process acts on the death of another
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        _signal_each(pids, number)
+    for path in memory:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _signal_each(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):  # the process has ended
+            os.kill(pid, number)
 
 
 def our_namespaces() -> list[str]:

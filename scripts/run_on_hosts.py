@@ -48,21 +48,15 @@ def agent_command(
     environment = (
         f"GLOO_SOCKET_IFNAME={hosts.INTERFACE}",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+        # with more threads, ranks would add up in another order than the ranks of a
+        # job on one host
+        "OMP_NUM_THREADS=1",
     )
     where = (f"--master-addr={hosts.address_of(0)}", f"--master-port={PORT}")
     of_job = (
         f"--nnodes={num_hosts}",
         f"--node-rank={host}",
         f"--nproc-per-node={per_host}",
-    )
-    processors = sorted(os.sched_getaffinity(0))
-    # one processor for each agent, so one thread for each rank: with more threads,
-    # ranks would add up in another order than the ranks of a job on one host
-    pinned = (
-        "taskset",
-        "--cpu-list",
-        str(processors[host % len(processors)]),
-        torchrun,
     )
     return [
         "ip",
@@ -71,7 +65,7 @@ def agent_command(
         hosts.name_of(host),
         "env",
         *environment,
-        *pinned,
+        torchrun,
         *of_job,
         *where,
         *arguments,

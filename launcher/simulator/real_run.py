@@ -406,11 +406,11 @@ def _kill_in(
 def setup_of(
     run: RealRun, cluster: ClusterConfig, iteration_s: float | None, pace: Pace = EVEN
 ) -> Setup:
-    """Return the run's job on a cluster with as many nodes as the run had.
+    """Return the run's job on a cluster with as many nodes and spares as the run had.
 
     Args:
         run: The real run.
-        cluster: The cluster, whose numbers of nodes and GPUs are replaced.
+        cluster: The cluster, whose numbers of nodes, GPUs and spares are replaced.
         iteration_s: The mean seconds of an iteration. None: by the cluster's constants.
         pace: The lengths of single iterations.
     """
@@ -419,7 +419,12 @@ def setup_of(
     # on one machine each rank counts as a node
     ranks_per_node = 1 if wanted == AUTO else int(wanted)
     nodes = run.world_size // ranks_per_node
-    cluster = replace(cluster, nodes=nodes, gpus_per_node=ranks_per_node)
+    cluster = replace(
+        cluster,
+        nodes=nodes,
+        gpus_per_node=ranks_per_node,
+        spares=settings.runtime.spare_nodes,
+    )
     stored = settings.precision.state_format
     is_on_cpu = any(
         event.device == "cpu" for event in events_of(run.ranks, WorkerStarted)

@@ -16,6 +16,7 @@ from benchmarks.under_faults import (
     arguments_of,
     carry_out,
     interval,
+    losses_of,
     measure,
     plain_training,
     plan_cells,
@@ -80,6 +81,26 @@ def test_every_run_is_one_that_the_launcher_accepts(
     assert is_capped == (cap_bytes_per_s is not None and policy not in ("none", PLAIN))
 
 
+@pytest.mark.parametrize("policy", ["moevement", PLAIN])
+def test_a_job_that_loses_hosts_injects_no_fault_by_itself(policy: str) -> None:
+    cell = Cell(policy=policy, mtbf_s=20.0, number=3)
+    arguments = arguments_of(
+        cell, cap_bytes_per_s=28e6, seconds=60.0, common=["model=tiny"], spare_nodes=3
+    )
+    [variant] = plan_variants(arguments, 4)
+    settings = compose_settings(variant.overrides)
+    assert not settings.fault.kills(4)
+    assert settings.runtime.spare_nodes == (0 if policy == PLAIN else 3)
+
+
+def test_all_hosts_but_that_of_the_store_may_be_lost() -> None:
+    cells = [Cell(policy="a", mtbf_s=20.0, number=number) for number in range(20)]
+    losses = [losses_of(cell, 6) for cell in cells]
+    assert {loss.ranks for each in losses for loss in each} == {(1,), (2,), (3,)}
+    assert {(len(each), each[0].scope) for each in losses} == {(6, "node")}
+    assert losses_of(cells[0], 6) == losses[0]
+
+
 def test_policies_are_compared_round_by_round() -> None:
     run = run_of([(0.0, iteration(1)), (2.0, iteration(2)), (4.0, iteration(3))])
     slow, fast = measure(run, 8.0), measure(run, 4.0)
@@ -104,10 +125,14 @@ def test_policies_are_compared_round_by_round() -> None:
 
 
 FIXED = {"gemini": ("ckpt.every_iters=5",), "moevement": ("ckpt.window=3",)}
-MACHINE = ("detect_s=0.3", "rebuild_s=0.7", "take_s=0.01", "interference=0.0")
+SPARES = {"process": 0, "node": 5}
+MACHINE = (
+    *("detect_s=0.3", "rebuild_s=0.7", "take_s=0.01", "interference=0.0"),
+    "spare_s=2.0",
+)
 
 
-def simulated(policy: str, kills: tuple[Kill, ...]) -> RealRun:
+def simulated(policy: str, kills: tuple[Kill, ...], scope: str = "process") -> RealRun:
     """Return a run that a simulation made.
 
     The first 12 iterations take half as long as the others.
@@ -115,7 +140,8 @@ def simulated(policy: str, kills: tuple[Kill, ...]) -> RealRun:
     machine = compose_machine(
         ["cluster=local", *(f"cluster.{constant}" for constant in MACHINE)]
     )[0]
-    settings = compose_settings([f"ckpt={policy}", *FIXED.get(policy, ())])
+    spares = f"runtime.spare_nodes={SPARES[scope]}"
+    settings = compose_settings([f"ckpt={policy}", spares, *FIXED.get(policy, ())])
     run = RealRun(settings=settings, world_size=4, kills=kills, ranks=())
     return replace(
         run,
@@ -123,12 +149,15 @@ def simulated(policy: str, kills: tuple[Kill, ...]) -> RealRun:
     )
 
 
-@pytest.mark.parametrize("policy", FIXED)
-def test_runs_at_another_mtbf_predict_a_run(policy: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "scope"),
+    [("gemini", "process"), ("moevement", "process"), ("moevement", "node")],
+)
+def test_runs_at_another_mtbf_predict_a_run(policy: str, scope: str) -> None:
     often, seldom = ((8, 15, 22, 29, 36), (11, 25))
     cells = {
         Cell(policy=policy, mtbf_s=mtbf_s, number=0): simulated(
-            policy, tuple(Kill(rank=1, iteration=n) for n in at)
+            policy, tuple(Kill(rank=1, iteration=n, scope=scope) for n in at), scope
         )
         for mtbf_s, at in ((20.0, often), (60.0, seldom))
     }

@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -127,18 +126,11 @@ class HostsJob:
 
     def lose(self, *ranks: int) -> None:
         """Kill all processes of these ranks' hosts at once, and delete the memory."""
-        roots = [Path(self.worker(rank).memory).parent for rank in ranks]
-        # all are stopped first, so that no process acts on the death of another
-        self.signal(signal.SIGSTOP, *ranks)
-        self.signal(signal.SIGKILL, *ranks)
-        for root in roots:
-            shutil.rmtree(root, ignore_errors=True)
+        hosts.lose(*ranks)
 
     def signal(self, number: signal.Signals, *ranks: int) -> None:
         for rank in ranks:
-            for pid in hosts.processes_of(rank):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
+            hosts.signal_all(rank, number)
 
     def end(self) -> int:
         """Wait for the end of the job; return its exit status."""

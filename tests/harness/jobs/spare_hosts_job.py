@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
-import shutil
 import signal
 import subprocess
 import time
@@ -29,7 +27,6 @@ from tests.scenarios import ROOT
 from tests.waits import JOB_S
 
 _LOOK_EVERY_S = 0.002
-_SHARED_MEMORY = Path("/dev/shm")
 _SPARE = " is a spare node, and waits"
 
 
@@ -138,10 +135,7 @@ class SpareHostsJob:
 
     def host_of(self, rank: int) -> int:
         """Return the host of a rank's present worker."""
-        pid = self.worker(rank).pid
-        return next(
-            host for host in range(self._num_hosts) if pid in hosts.processes_of(host)
-        )
+        return hosts.host_of(self.worker(rank).pid)
 
     def workers(self, *, without: int) -> dict[int, int]:
         """Return the pids of all workers on other hosts than one, by rank."""
@@ -180,19 +174,11 @@ class SpareHostsJob:
 
     def lose(self, *hosts_lost: int) -> None:
         """Kill all processes of hosts at once, and delete the hosts' memory."""
-        pids = [pid for host in hosts_lost for pid in hosts.processes_of(host)]
-        roots = [
-            root for pid in pids for root in _SHARED_MEMORY.glob(f"moe_ckpt-{pid}-*")
-        ]
-        # all are stopped first, so that no process acts on the death of another
-        for number in (signal.SIGSTOP, signal.SIGKILL):
-            _signal_all(pids, number)
-        for root in roots:
-            shutil.rmtree(root, ignore_errors=True)
+        hosts.lose(*hosts_lost)
 
     def signal(self, number: signal.Signals, host: int) -> None:
         """Send a signal to all processes of a host."""
-        _signal_all(hosts.processes_of(host), number)
+        hosts.signal_all(host, number)
 
     def status(self, host: int) -> int:
         """Wait for the end of a host's agent; return its exit status."""
@@ -227,13 +213,6 @@ class SpareHostsJob:
             time.sleep(_LOOK_EVERY_S)
 
     def _end(self) -> None:
-        for host in range(self._num_hosts):
-            self.lose(host)
+        hosts.lose(*range(self._num_hosts))
         for agent in self._agents.values():
             agent.wait()
-
-
-def _signal_all(pids: list[int], number: signal.Signals) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)

@@ -106,12 +106,14 @@ def test_a_restart_costs_without_a_recovery() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "found"), [("signal", ("0.1", "0.2")), ("node", (None, None))]
+    ("fault", "found"),
+    [("signal", ("0.5", "2", None)), ("node", (None, None, "2.1"))],
 )
-def test_a_lost_node_does_not_count_for_the_constants_of_a_dead_worker(
-    fault: str, found: tuple[str | None, str | None]
+def test_a_lost_node_takes_longer_than_a_dead_worker(
+    fault: str, found: tuple[str | None, ...]
 ) -> None:
-    told = replace(back(0.1, 0.2), classes=[fault])
+    """On this machine a dead worker takes 0.4 s until all ranks have met again."""
+    told = replace(back(0.5, 2.0), classes=[fault])
     start = [(0.0, born(0)), (1.0, second(1)), (2.0, second(2))]
     after = [(6.0, told), (7.0, second(3)), (8.0, second(4))]
     ranks = [
@@ -122,7 +124,8 @@ def test_a_lost_node_does_not_count_for_the_constants_of_a_dead_worker(
         settings=compose_settings(["ckpt=gemini"]), world_size=2, kills=(), ranks=ranks
     )
     measured = measure([run], compose_machine(["cluster=local"])[0])
-    assert (measured.get("detect_s"), measured.get("rebuild_s")) == found
+    names = ("detect_s", "rebuild_s", "spare_s")
+    assert tuple(measured.get(name) for name in names) == found
 
 
 @pytest.mark.parametrize(
