@@ -95,6 +95,7 @@ from moe_ckpt.faults.schedule import (  # noqa: E402
 )
 from moe_ckpt.sim.hardware import ClusterConfig  # noqa: E402
 from moe_ckpt.sim.pace import Pace  # noqa: E402
+from scripts import hosts  # noqa: E402
 
 RANKS = 4
 PLAIN = "plain"
@@ -104,9 +105,13 @@ _START_S = 180.0  # limit until the first iteration has ended
 _MANY = 100_000
 _MIB = 1 << 20
 _STYLES = ("moevement", "gemini", "first", "second", "third", "none")
-_TABLE = (
+_OF_WORKERS = (
     "<!-- under faults: written by benchmarks/under_faults.py -->",
     "<!-- end of under faults -->",
+)
+_OF_HOSTS = (
+    "<!-- lost hosts: written by benchmarks/under_faults.py -->",
+    "<!-- end of lost hosts -->",
 )
 _COLUMNS = (
     *(
@@ -736,7 +741,11 @@ def _mean_ettr(study: Study, policy: str, mtbf_s: float) -> float:
 
 
 def notes(
-    study: Study, regime: str, cap_bytes_per_s: float | None, folder: Path
+    study: Study,
+    regime: str,
+    cap_bytes_per_s: float | None,
+    folder: Path,
+    spare_nodes: int = 0,
 ) -> Iterator[str]:
     """Yield the conditions of the runs, as lines of text.
 
@@ -745,6 +754,7 @@ def notes(
         regime: The name of the regime.
         cap_bytes_per_s: The cap of each link; None: no cap.
         folder: The folder of all runs.
+        spare_nodes: The number of spare nodes.
     """
     counts = {cell.mtbf_s: cell.number + 1 for cell in study.runs}
     seconds = next(iter(study.measured.values())).seconds
@@ -757,10 +767,11 @@ def notes(
         if cap_bytes_per_s is None
         else f", copies at most {cap_bytes_per_s / 1e6:g} MB/s a link"
     )
+    spare = f", {spare_nodes} spare hosts" if spare_nodes else ""
+    numbers = ", ".join(str(count) for count in counts.values())
     text = (
-        f"Regime `{regime}`{cap}: {', '.join(str(count) for count in counts.values())}"
-        f" runs of {seconds:g} s each at MTBFs of"
-        f" {', '.join(f'{mtbf_s:g}' for mtbf_s in counts)} s, a plain iteration takes"
+        f"Regime `{regime}`{cap}{spare}: {numbers} runs of {seconds:g} s each at MTBFs"
+        f" of {', '.join(f'{mtbf_s:g}' for mtbf_s in counts)} s, a plain iteration takes"
         f" {study.plain_s:.3f} s. {hardware()}; {packages(run)}; commit"
         f" {', '.join(commits)}."
     )
@@ -782,14 +793,19 @@ def main() -> int:
         default=28e6,
         help="of each rank and link, in `capped`",
     )
-    parser.add_argument("--spare-nodes", type=int, default=0)
+    parser.add_argument(
+        "--spare-nodes",
+        type=int,
+        default=0,
+        help="lose hosts, and have so many spare ones (default: 0, lose workers)",
+    )
     parser.add_argument(
         "-o", "--output", type=Path, default=ROOT / "outputs" / "under_faults"
     )
     parser.add_argument(
         "--write",
         type=Path,
-        help="page with marks around the table; the figure is put beside it",
+        help="page with marks around the table; a figure of lost workers is put beside",
     )
     options, overrides = parser.parse_known_args()
     counts = (
@@ -799,6 +815,8 @@ def main() -> int:
         parser.error(
             f"--runs: got {len(counts)} numbers, wanted one, or one for each --mtbf-s"
         )
+    if options.spare_nodes and (reason := hosts.why_impossible()):
+        parser.error(reason)
     folder = options.output.resolve() / options.regime
     cap_bytes_per_s = options.cap_bytes_per_s if options.regime == "capped" else None
     # as torchrun would set it, without torchrun's warning
@@ -829,11 +847,13 @@ def main() -> int:
     lines = [
         *table(study, options.policy, options.mtbf_s),
         "",
-        *notes(study, options.regime, cap_bytes_per_s, folder),
+        *notes(study, options.regime, cap_bytes_per_s, folder, options.spare_nodes),
     ]
     print("\n".join(lines))
-    if options.write:
-        rewrite(options.write, _TABLE, lambda _: "\n".join(lines))
+    if options.write and options.spare_nodes:
+        rewrite(options.write, _OF_HOSTS, lambda _: "\n".join(lines))
+    elif options.write:
+        rewrite(options.write, _OF_WORKERS, lambda _: "\n".join(lines))
         title = f"Effective training time under faults, {options.regime}"
         drawn = figure(study, options.policy, options.mtbf_s, title)
         (options.write.parent / f"under_faults_{options.regime}.svg").write_text(drawn)
