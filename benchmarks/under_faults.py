@@ -771,7 +771,7 @@ def notes(
     numbers = ", ".join(str(count) for count in counts.values())
     text = (
         f"Regime `{regime}`{cap}{spare}: {numbers} runs of {seconds:g} s each at MTBFs"
-        f" of {', '.join(f'{mtbf_s:g}' for mtbf_s in counts)} s, a plain iteration takes"
+        f" of {', '.join(f'{each:g}' for each in counts)} s, a plain iteration takes"
         f" {study.plain_s:.3f} s. {hardware()}; {packages(run)}; commit"
         f" {', '.join(commits)}."
     )
