@@ -31,7 +31,9 @@ class Loss:
     """Why the machine counts as lost, in words."""
 
     last_seen_unix_s: float
-    """Time of the last sign of life, in seconds of Unix time."""
+    """Time at which this machine has seen the last sign of life, in seconds of Unix
+    time by this machine's clock.
+    """
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -41,11 +43,17 @@ class _Watched:
     machine: Machine
     """The machine, at its present address."""
 
-    sign_unix_s: float
-    """The newest sign of life, in seconds of Unix time by the machine's clock."""
+    sign: float
+    """The newest sign of life, as the machine has written it; 0: none."""
 
     changed_s: float
-    """Time at which that sign was read first, on this machine's monotonic clock."""
+    """Time from which the machine has been silent, on this machine's monotonic clock.
+    """
+
+    seen_unix_s: float
+    """Time at which the newest sign was read first, or a connection ended last, in
+    seconds of Unix time by this machine's clock. Before: the time of the first watch.
+    """
 
     link: socket.socket | None = None
     """A connection to the machine, or an attempt at one; None: there is none."""
@@ -53,11 +61,11 @@ class _Watched:
     is_connected: bool = False
     """Whether the connection is established."""
 
+    has_ended: bool = False
+    """Whether a connection has ended."""
+
     is_refused: bool = False
     """Whether an attempt was refused after a connection had ended."""
-
-    ended_unix_s: float = 0.0
-    """Time at which a connection ended last, in seconds of Unix time; 0: none has."""
 
 
 class LostMachines:
@@ -93,7 +101,10 @@ class LostMachines:
             known = self._watched.get(name)
             if known is None:
                 known = _Watched(
-                    machine=machine, sign_unix_s=0.0, changed_s=self._now()
+                    machine=machine,
+                    sign=0.0,
+                    changed_s=self._now(),
+                    seen_unix_s=time.time(),
                 )
                 self._watched[name] = known
             elif known.machine != machine:
@@ -106,8 +117,7 @@ class LostMachines:
         """Return the machines that are lost.
 
         Args:
-            signs: The newest sign of life of each watched machine that has given one,
-                in seconds of Unix time.
+            signs: The newest sign of life of each watched machine that has given one.
         """
         now_s = self._now()
         # this machine may have been stopped, or cut off from the store: what it has not
@@ -116,12 +126,15 @@ class LostMachines:
         self._looked_s = now_s
         losses: dict[str, Loss] = {}
         for name, watched in self._watched.items():
-            sign_unix_s = signs.get(name, 0.0)
-            if has_paused or sign_unix_s != watched.sign_unix_s:
-                watched.sign_unix_s, watched.changed_s = sign_unix_s, now_s
+            sign = signs.get(name, 0.0)
+            if sign != watched.sign:
+                # not the time in the sign: clocks of machines differ
+                watched.sign, watched.seen_unix_s = sign, time.time()
+                watched.changed_s = now_s
+            elif has_paused:
+                watched.changed_s = now_s
             if why := self._why_lost(watched, now_s):
-                seen_unix_s = max(watched.sign_unix_s, watched.ended_unix_s)
-                losses[name] = Loss(why=why, last_seen_unix_s=seen_unix_s)
+                losses[name] = Loss(why=why, last_seen_unix_s=watched.seen_unix_s)
         return losses
 
     def ready(self, link: socket.socket) -> None:
@@ -136,7 +149,7 @@ class LostMachines:
                 return
             # machines send nothing: the connection has ended
             self._close(watched)
-            watched.ended_unix_s = time.time()
+            watched.has_ended, watched.seen_unix_s = True, time.time()
             self._connect(watched)
             return
 
@@ -173,7 +186,7 @@ class LostMachines:
             self._selector.modify(watched.link, selectors.EVENT_READ, self.ready)
             return
         # otherwise there is no way to the machine, whose signs of life decide
-        watched.is_refused = error == errno.ECONNREFUSED and watched.ended_unix_s > 0
+        watched.is_refused = error == errno.ECONNREFUSED and watched.has_ended
         self._close(watched)
 
     def _close(self, watched: _Watched) -> None:

@@ -35,7 +35,9 @@ class Call:
     """Why the machine that was the node before is lost; empty if there was none."""
 
     last_seen_unix_s: float = 0.0
-    """Time of that machine's last sign of life, in seconds of Unix time."""
+    """Time of that machine's last sign of life, in seconds of Unix time by this
+    machine's clock.
+    """
 
     found_unix_s: float = 0.0
     """Time at which the loss was detected, in seconds of Unix time."""

@@ -7,7 +7,7 @@ node are spares. Once the machine of a node is lost, a spare becomes this node.
     holder/NODE      the name of the machine that is the node; only swapped
     machine/NAME     the address of a machine: `Machine`
     newest/NUMBER    the name of the newest machine that torchrun has given the number
-    sign/NAME        the time of the newest sign of life of a machine
+    sign/NAME        the newest sign of life of a machine: a time by its own clock
     over             the exit status of a job that has ended; only swapped
 
 Owns: these keys in the job's store, whose swaps decide which machine is a node. Must
@@ -75,7 +75,7 @@ class MachineBoard:
         self._store.set(f"sign/{name}", f"{time.time()}")
 
     def signs(self, names: Iterable[str]) -> dict[str, float]:
-        """Return the times of the newest signs of life, in seconds of Unix time.
+        """Return the newest signs of life: times by the clocks of the machines.
 
         Machines without a sign are left out.
         """

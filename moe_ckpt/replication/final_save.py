@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import msgspec
 
-from moe_ckpt.errors import CheckpointLoadError
+from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError, lacks_room
 from moe_ckpt.replication.client import DaemonClient
 from moe_ckpt.replication.local_disk import folder_of, persist
 from moe_ckpt.reserved_file import ReservedFile
@@ -107,7 +107,7 @@ def save_last(rank_folder: Path) -> None:
         for keys in windows_in(folder):
             # nothing is stale: if another rank saves less, all ranks continue from an
             # older state
-            persist(folder, disk, keys, [], target.limit_bytes)
+            _persist_beside_others(folder, disk, keys, target.limit_bytes)
 
 
 def save_while_missing(
@@ -132,10 +132,26 @@ def save_while_missing(
     for rank in missing:
         held = BlobFolder(held_path(rank_folder, rank))
         for keys in windows_in(held):
-            persist(held, target.path_of(rank), keys, [], target.limit_bytes)
+            _persist_beside_others(held, target.path_of(rank), keys, target.limit_bytes)
     for keys in windows_in(BlobFolder(own_path(rank_folder))):
         saving = daemon.persist(keys, [], Path(target.path), target.limit_bytes)
         saving.result(timeout_s)
+
+
+def _persist_beside_others(
+    folder: BlobFolder, disk: Path, keys: Sequence[str], limit_bytes: int | None
+) -> None:
+    """Copy a window to a rank's disk, where another node may be writing, too.
+
+    The other node has the rank by now, or saves the rank's windows at its end.
+    """
+    try:
+        persist(folder, disk, keys, [], limit_bytes, sweeps=False)
+    except CheckpointSaveError as error:
+        if not lacks_room(error):
+            raise
+        # files that a dead daemon has left unfinished may take the room
+        persist(folder, disk, keys, [], limit_bytes)
 
 
 def saved_iterations(rank_folder: Path) -> list[int]:

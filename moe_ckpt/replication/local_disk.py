@@ -13,6 +13,10 @@ no torn file.
 The mark says that the disk has never held a state. A disk with the mark proves that no
 state was ever on all disks: the next start may begin anew, although other disks hold
 states. A lost or replaced disk has no mark.
+
+A node that was cut off, and has a successor for its ranks, may save windows at its end
+into folders in which the successor writes. No key of a snapshot and no name of a buffer
+is used twice, and such a save removes nothing: each window stays as it was written.
 """
 
 from __future__ import annotations
@@ -131,6 +135,8 @@ def persist(
     stale: Sequence[str],
     limit_bytes: int | None,
     throttle: Throttle | None = None,
+    *,
+    sweeps: bool = True,
 ) -> None:
     """Delete stale blobs on disk, then copy blobs there.
 
@@ -144,6 +150,8 @@ def persist(
         stale: Keys of the blobs on disk to delete first.
         limit_bytes: Most bytes that the folder may hold. None: no limit.
         throttle: Cap on the copies. None: no cap.
+        sweeps: Whether to remove unfinished files first, which a daemon leaves that
+            dies during a write. False if another process may be writing there now.
 
     Raises:
         CheckpointSaveError: The disk is full or cannot be written, a blob was withdrawn
@@ -155,13 +163,14 @@ def persist(
     if not keys:
         return
     with _naming_the_disk(path):
+        _require_listed(path)
         disk = BlobFolder(path, synced=True)
-        # a daemon that died during a write has left unfinished files
-        disk.sweep()
+        if sweeps:
+            disk.sweep()
         # before the copies, so that the disk never holds three windows
         for key in stale:
             disk.discard(key)
-        before = disk.keys()
+        before = {key: _size(blob) for key, blob in _intact(disk)}
         found = {key: own.get(key) for key in keys}
         # blobs without a payload are small, and may have changed
         blobs = {
@@ -169,19 +178,36 @@ def persist(
             for key, blob in found.items()
             if key not in before or blob.payload is None
         }
-        _check_room(disk, blobs, limit_bytes)
+        _check_room(path, before.values(), map(_size, blobs.values()), limit_bytes)
+        new: dict[str, str] = {}
         try:
             for key, blob in blobs.items():
-                _copy(key, blob, own, disk, throttle or Throttle())
+                serial, is_new = _copy(key, blob, own, disk, throttle or Throttle())
+                # another process may write the same blob, before and after this one
+                if is_new:
+                    new[key] = serial
         except CheckpointSaveError:
-            for key in set(blobs).difference(before):
+            for key, serial in new.items():
                 with contextlib.suppress(OSError):  # the caller gets the first error
-                    disk.discard(key)
+                    if disk.serial_of(key) == serial:
+                        disk.discard(key)
             raise
         # after the last blob: if a fault cuts off the write, the mark still allows a
         # new start
         (path / _NEVER_HELD).unlink(missing_ok=True)
         sync(path)
+
+
+def _require_listed(path: Path) -> None:
+    """Check that the files of a folder can be listed, if the folder exists.
+
+    Otherwise stale blobs would stay, and fill the disk.
+
+    Raises:
+        OSError: The files cannot be listed.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        next(path.iterdir(), None)
 
 
 @contextlib.contextmanager
@@ -215,8 +241,11 @@ def restore(path: Path, own: BlobFolder) -> int:
     Raises:
         CheckpointSaveError: The memory has no room.
     """
-    disk = BlobFolder(path)
-    return sum(_copy(key, blob, disk, own, Throttle()) for key, blob in _intact(disk))
+    disk, size_bytes = BlobFolder(path), 0
+    for key, blob in _intact(disk):
+        _copy(key, blob, disk, own, Throttle())
+        size_bytes += _size(blob)
+    return size_bytes
 
 
 def _intact(folder: BlobFolder) -> Iterator[tuple[str, Blob]]:
@@ -243,12 +272,22 @@ def copy_blobs(source: BlobFolder, target: BlobFolder, keys: Iterable[str]) -> i
             copied by then.
         CheckpointSaveError: There is no room.
     """
-    return sum(_copy(key, source.get(key), source, target, Throttle()) for key in keys)
+    size_bytes = 0
+    for key in keys:
+        blob = source.get(key)
+        _copy(key, blob, source, target, Throttle())
+        size_bytes += _size(blob)
+    return size_bytes
 
 
 def _copy(
     key: str, blob: Blob, source: BlobFolder, target: BlobFolder, throttle: Throttle
-) -> int:
+) -> tuple[str, bool]:
+    """Copy a blob.
+
+    Returns:
+        The serial of the copy, and whether the target had no intact blob of the key.
+    """
     payload = None
     throttle.wait(len(blob.header))
     if blob.payload is not None:
@@ -261,26 +300,27 @@ def _copy(
         # the blob's memory may have been reused already
         if not source.is_current(key, blob):
             raise CheckpointSaveError(f"blob {key} was withdrawn while it was copied")
-        target.deposit(key, blob.header, payload, blob.payload_bytes)
+        is_new = target.serial_of(key) is None
+        return target.deposit(key, blob.header, payload, blob.payload_bytes), is_new
     except CheckpointSaveError:
         if payload is not None:
             target.free(payload)
         raise
-    return len(blob.header) + blob.payload_bytes
 
 
 def _check_room(
-    disk: BlobFolder, blobs: dict[str, Blob], limit_bytes: int | None
+    path: Path,
+    used: Iterable[int],
+    more: Iterable[int],
+    limit_bytes: int | None,
 ) -> None:
-    # a BlobFolder is no mapping
-    used_bytes = _total(disk.get(key) for key in disk.keys())  # noqa: SIM118
-    more_bytes = _total(blobs.values())
+    used_bytes, more_bytes = sum(used), sum(more)
     if limit_bytes is not None and used_bytes + more_bytes > limit_bytes:
         raise CheckpointSaveError(
-            f"local disk, {disk.path}: got {used_bytes} bytes in use and {more_bytes}"
+            f"local disk, {path}: got {used_bytes} bytes in use and {more_bytes}"
             f" more to hold, wanted at most ckpt.disk_budget_bytes={limit_bytes}"
         )
 
 
-def _total(blobs: Iterable[Blob]) -> int:
-    return sum(len(blob.header) + blob.payload_bytes for blob in blobs)
+def _size(blob: Blob) -> int:
+    return len(blob.header) + blob.payload_bytes

@@ -62,14 +62,15 @@ class ReplicaFolder(BlobFolder):
 
     def deposit(
         self, key: str, header: bytes, payload: torch.Tensor | None, payload_bytes: int
-    ) -> None:
+    ) -> str:
         with self._lock:
             # published before the old payload is freed: no entry may name memory that
             # another blob may get
-            self.publish(key, header, payload, payload_bytes)
+            serial = self.publish(key, header, payload, payload_bytes)
             self._free_payload(key)
             if payload is not None:
                 self._payloads[key] = payload
+            return serial
 
     def discard(self, key: str) -> None:
         with self._lock:

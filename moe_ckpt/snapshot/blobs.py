@@ -34,6 +34,7 @@ from moe_ckpt.snapshot.index_entry import IndexEntry, entry_from_bytes, entry_to
 
 _KEY = re.compile(r"[A-Za-z0-9._-]{1,200}")
 _BUFFER = re.compile(r"[0-9]{6,}")
+_NUMBERS = 10**18
 _ENTRY, _UNFINISHED = ".blob", ".tmp"
 _INDEX, _INCOMING, _ARRIVED = "index", "incoming", "arrived"
 
@@ -189,11 +190,12 @@ class BlobFolder:
             pinned: Whether to allocate page-locked memory if there is a GPU to copy
                 from.
             synced: For a folder on disk: whether a blob is written to the device before
-                the blob becomes visible.
+                the blob becomes visible. Another machine may write there, too.
             index: Name of the folder's index. `incoming` uses another name.
         """
         self.path = path
         self._pinned = pinned and torch.cuda.is_available()
+        self._is_shared = synced
         self._index = _Index(path / index, synced=synced)
         self._lock = RLock()
         # memory that was allocated or adopted here, by the buffer's name
@@ -216,8 +218,7 @@ class BlobFolder:
             CheckpointSaveError: The file system has no room, or cannot be written.
         """
         with self._lock:
-            self._number += 1
-            name = f"{self._number:06d}"
+            name = self._next_name()
             try:
                 tensor = _create(self._buffer_path(name), nbytes, pinned=self._pinned)
             except (OSError, RuntimeError, OverflowError) as error:
@@ -247,7 +248,7 @@ class BlobFolder:
         payload: torch.Tensor | None,
         payload_bytes: int,
         payload_xxh3: int | None = None,
-    ) -> None:
+    ) -> str:
         """Make a blob visible, atomically, in place of a blob of the same key.
 
         Args:
@@ -259,6 +260,9 @@ class BlobFolder:
                 The bytes must not change before the blob is withdrawn or replaced.
             payload_xxh3: XXH3 of these bytes if the hash is known, so that readers need
                 not compute the hash.
+
+        Returns:
+            The blob's serial.
 
         Raises:
             CheckpointSaveError: The blob cannot be written.
@@ -281,14 +285,18 @@ class BlobFolder:
                 payload_xxh3=payload_xxh3,
             )
             self._index.write(entry, None if name is None else self._buffer_path(name))
+            return serial
 
     def deposit(
         self, key: str, header: bytes, payload: torch.Tensor | None, payload_bytes: int
-    ) -> None:
+    ) -> str:
         """Publish a blob, and leave the memory of `payload` to the blob.
 
         This process unmaps the payload. `discard`, or a newer deposit of the same key,
         frees the memory.
+
+        Returns:
+            The blob's serial.
 
         Raises:
             CheckpointSaveError: The blob cannot be written. The memory then still
@@ -296,12 +304,13 @@ class BlobFolder:
         """
         with self._lock:
             replaced = self._buffer_of(key)
-            self.publish(key, header, payload, payload_bytes)
+            serial = self.publish(key, header, payload, payload_bytes)
             if payload is not None:
                 self._let_go(payload)
             # freed last: if the process dies before, a buffer without an entry stays,
             # which `sweep` removes, and never an entry without its buffer
             self._unlink_buffer(replaced)
+            return serial
 
     def withdraw(self, key: str) -> None:
         """Remove a blob from the index.
@@ -377,10 +386,14 @@ class BlobFolder:
 
         The payload of a published blob has not changed.
         """
+        return self.serial_of(key) == blob.serial
+
+    def serial_of(self, key: str) -> str | None:
+        """Return a blob's serial; None if the blob is missing or damaged."""
         try:
-            return self._index.read(key).serial == blob.serial
+            return self._index.read(key).serial
         except CheckpointLoadError:
-            return False
+            return None
 
     def adopt(self) -> dict[str, Blob]:
         """Sweep the folder of a process that died, and take over the folder's blobs.
@@ -470,6 +483,14 @@ class BlobFolder:
             return self._index.read(key).buffer
         except CheckpointLoadError:
             return None
+
+    def _next_name(self) -> str:
+        """Return a name for a buffer that no buffer has."""
+        if self._is_shared:
+            # a count of another process may reach the same number at the same time
+            return f"{secrets.randbelow(_NUMBERS):06d}"
+        self._number += 1
+        return f"{self._number:06d}"
 
     def _unlink_buffer(self, name: str | None) -> None:
         if name is not None:

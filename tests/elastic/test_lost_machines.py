@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import pytest
 
-from moe_ckpt.elastic.lost_machines import Loss, LostMachines
+from moe_ckpt.elastic.lost_machines import LostMachines
 from moe_ckpt.elastic.machines import Machine
 from tests.ports import held_port
 from tests.waits import WAIT_S
@@ -146,11 +146,19 @@ def test_a_silent_machine_is_lost_after_node_s(
     assert seen == wanted
 
 
-def test_the_reason_names_the_setting(watched: Watched) -> None:
+@pytest.mark.parametrize("sign", [None, 7.0, 1e12], ids=["no sign", "slow", "fast"])
+def test_the_reason_names_the_setting_and_the_time_is_of_the_watching_machine(
+    watched: Watched, sign: float | None
+) -> None:
+    """The clock of the lost machine may be slow or fast."""
+    before_unix_s = time.time()
     watched.watch()
-    for watched.now_s in (5.0, 10.0, 15.0):
-        losses = watched.lost.look({"a": 7.0})
-    assert losses["a"] == Loss(
-        why="127.0.0.1 has given no sign of life for runtime.node_s=10 seconds",
-        last_seen_unix_s=7.0,
+    signs = {} if sign is None else {"a": sign}
+    watched.lost.look(signs)
+    after_unix_s = time.time()
+    for watched.now_s in (5.0, 10.0):
+        losses = watched.lost.look(signs)
+    assert losses["a"].why == (
+        "127.0.0.1 has given no sign of life for runtime.node_s=10 seconds"
     )
+    assert before_unix_s <= losses["a"].last_seen_unix_s <= after_unix_s

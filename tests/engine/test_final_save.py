@@ -40,6 +40,7 @@ from tests.harness.threads.job import TICKET, Daemon, ThreadJob
 from tests.harness.threads.model import PAIR, Shape
 from tests.harness.threads.stops import At, StoppedError, started_again
 from tests.policies.profiles import config
+from tests.small_disk import small_disk
 from tests.waits import WAIT_S
 
 
@@ -196,6 +197,39 @@ def test_a_window_without_its_steps_is_not_saved(tmp_path: Path) -> None:
         if key.startswith("step-"):
             own.withdraw(key)
     assert 5 not in saved(job.memory(0))
+
+
+def test_a_save_leaves_what_another_node_has_not_finished(tmp_path: Path) -> None:
+    """The rank was cut off, and its successor on a spare node is writing."""
+    job = stopped(tmp_path, "moevement", window=1, pause_iters=1)
+    successor = BlobFolder(job.disk(0), synced=True)
+    writing = successor.allocate(100)
+    assert saved(job.memory(0))[-1] == 5
+    successor.deposit("snapshot-9-0-1", b"header", writing, 100)
+    assert successor.get("snapshot-9-0-1").payload_bytes == 100
+
+
+def test_a_disk_that_a_dead_daemon_has_filled_has_room_for_the_last_save(
+    tmp_path: Path,
+) -> None:
+    with small_disk(tmp_path / "snapshots" / "rank0000") as disk:
+        job = stopped(tmp_path, "moevement", window=1, pause_iters=1)
+        there = os.statvfs(disk.path)
+        BlobFolder(job.disk(0), synced=True).allocate(there.f_bavail * there.f_frsize)
+        assert saved(job.memory(0))[-1] == 5
+
+
+def test_an_old_save_of_a_node_that_was_cut_off_is_not_chosen(tmp_path: Path) -> None:
+    """The save comes last, after newer windows of the successor."""
+    settings: dict[str, Any] = {"window": 1, "pause_iters": 1}
+    job = stopped(tmp_path, "moevement", **settings)
+    cut_off = job.memory(0).rename(tmp_path / "cut off")
+    shutil.rmtree(job.folder / "memory")
+    again = stopped(tmp_path, "moevement", after=7, **settings)
+    newest = [saved(again.memory(rank))[-1] for rank in again.ranks]
+    assert newest[0] > 5
+    assert {5, newest[0]} <= set(saved(cut_off))
+    assert started_again(again) == [("local disk", iteration) for iteration in newest]
 
 
 def test_a_rank_without_a_worker_so_far_saves_nothing(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ import pytest
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.replication.local_disk import persist, restore
 from moe_ckpt.snapshot.blobs import BlobFolder
+from moe_ckpt.snapshot.token_bucket import Throttle
 from tests.harness.gloo.ranks import RankFailedError, run_ranks
 from tests.replication.blobs import buffers_of, content_of, publish
 from tests.snapshot.copiers import Asked
@@ -108,6 +109,80 @@ def test_a_blob_that_was_withdrawn_is_not_kept_and_the_window_before_stays(
     with pytest.raises(CheckpointLoadError, match="snapshot-6"):
         persist(own, disk.path, SECOND, (), None)
     assert disk.keys() == sorted(FIRST), "what was added until then takes room"
+
+
+class Meanwhile(Throttle):
+    """A cap that lets all bytes pass, and calls a function at one of its waits."""
+
+    def __init__(self, number: int, act: Callable[[], None]) -> None:
+        super().__init__()
+        self._left = number
+        self._act = act
+
+    def wait(self, nbytes: int, sleep: object = None) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._act()
+
+
+@pytest.fixture
+def successor(tmp_path: Path) -> BlobFolder:
+    """The memory of the rank on another node, with another window after a rollback.
+
+    The window needs the same step as the second window of the node before.
+    """
+    folder = BlobFolder(tmp_path / "successor")
+    publish(folder, "start-7", None, b"of the successor")
+    publish(folder, "snapshot-6-of-successor", bytes(6000), b"of the successor")
+    return folder
+
+
+WINDOW_OF_SUCCESSOR = ("start-7", "snapshot-6-of-successor")
+# before the step, before the snapshot, and while the payload is copied
+MOMENTS = pytest.mark.parametrize("moment", [1, 2, 3])
+
+
+@MOMENTS
+def test_the_save_of_a_node_that_was_cut_off_leaves_what_its_successor_writes(
+    own: BlobFolder, disk: BlobFolder, successor: BlobFolder, moment: int
+) -> None:
+    cut_off = Meanwhile(
+        moment, lambda: persist(own, disk.path, SECOND, (), None, sweeps=False)
+    )
+    persist(successor, disk.path, WINDOW_OF_SUCCESSOR, (), None, cut_off)
+    there = BlobFolder(disk.path)
+    assert set(there.keys()) == {*FIRST, *SECOND, *WINDOW_OF_SUCCESSOR}
+    for key in ("snapshot-3", "snapshot-6"):
+        assert content_of(there, key) == content_of(own, key)
+    snapshot = WINDOW_OF_SUCCESSOR[1]
+    assert content_of(there, snapshot) == content_of(successor, snapshot)
+
+
+@MOMENTS
+def test_a_write_that_fails_on_a_node_before_takes_nothing_from_the_successor(
+    own: BlobFolder, disk: BlobFolder, successor: BlobFolder, moment: int
+) -> None:
+    """The daemon of a node that was frozen goes on in the middle of a write."""
+
+    def write_and_withdraw() -> None:
+        persist(successor, disk.path, WINDOW_OF_SUCCESSOR, (), None)
+        own.withdraw("snapshot-6")
+
+    with pytest.raises(CheckpointSaveError):
+        persist(own, disk.path, SECOND, (), None, Meanwhile(moment, write_and_withdraw))
+    there = contents(disk)
+    assert set(there) == {*FIRST, *WINDOW_OF_SUCCESSOR}
+    snapshot = WINDOW_OF_SUCCESSOR[1]
+    assert there[snapshot] == content_of(successor, snapshot)
+
+
+def test_a_damaged_blob_is_written_again_where_nothing_is_swept(
+    own: BlobFolder, disk: BlobFolder
+) -> None:
+    (buffer,) = (disk.path / "buffers").iterdir()
+    os.truncate(buffer, 100)
+    persist(own, disk.path, FIRST, (), None, sweeps=False)
+    assert content_of(disk, "snapshot-3") == content_of(own, "snapshot-3")
 
 
 def test_a_folder_that_cannot_be_written_says_so(
