@@ -922,7 +922,8 @@ InMemoryConfig = (
 DIVERGENCES = ("window", "end")
 """Actions if a replay does not reproduce a healthy rank's state.
 
-`window`: all ranks continue from the window. `end`: the job ends.
+`window`: the stages that have replayed replay once more, and training goes on from
+that replay. `end`: the job ends.
 """
 
 SICK_PLACES = ("end", "leave")

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_ckpt.elastic.backend_choice import NCCL, STAGED, backend_kind
+from moe_ckpt.config import NCCL, STAGED
+from moe_ckpt.elastic.backend_choice import backend_kind
 from moe_ckpt.elastic.job_store import agent_store
 from moe_ckpt.elastic.staged import register_staged
 from moe_ckpt.elastic.torchrun import Launch

@@ -21,6 +21,7 @@ from moe_ckpt.config import (
     CheckfreqConfig,
     EverySnapshotToDisk,
     FlowcheckConfig,
+    HostMemoryConfig,
     LocalDiskConfig,
     MaxBytesPerS,
     MocConfig,
@@ -59,7 +60,9 @@ LACKING = {
 }
 """Those of the keys that a policy does not have."""
 
-WITH_SECTIONS = ("moevement", "gemini", "checkfreq", "moc", "moetion", "flowcheck")
+WITH_SECTIONS = [
+    name for name, kind in CKPT_CONFIGS.items() if issubclass(kind, HostMemoryConfig)
+]
 
 
 def changes_of(policy: str) -> dict[str, Any]:

@@ -57,6 +57,11 @@ class Backend(Protocol):
     device: torch.device
     """Device of the tensors that the inner groups take."""
 
+    sends_gloo_frames: bool
+    """Whether operations cross the network as gloo's frames over TCP, which
+    `flowcheck.mirror` parses.
+    """
+
     completes_when_cut: bool
     """Whether an operation under way completes, with wrong data, once any rank of its
     group calls `cut`: on that rank and on all others.
@@ -69,7 +74,7 @@ class Backend(Protocol):
     None: the process must never continue without quiet.
     """
 
-    def begin(self, kept: Collection[Any] = ()) -> None:
+    def begin(self, kept: Collection[dist.ProcessGroup] = ()) -> None:
         """Start to form a generation.
 
         Connections that are opened from now on belong to the new generation.
@@ -107,7 +112,7 @@ class Backend(Protocol):
         *,
         form_s: float,
         operation_s: float,
-    ) -> Any:
+    ) -> dist.ProcessGroup:
         """Form an inner group. Collective over the members of the group.
 
         If a member is lost meanwhile, the call may block until `cut`.
@@ -120,7 +125,11 @@ class Backend(Protocol):
             operation_s: The time limit of each operation of the group, in seconds.
 
         Returns:
-            The inner group.
+            The inner group. `ElasticGroup` calls its methods of `OPERATIONS`, each of
+            which returns a Work, or None if the operation is in the order of the
+            current stream; `_get_sequence_number_for_group`; and
+            `_get_backend(device).supports_coalescing`, with which the group also has
+            `_start_coalescing` and `_end_coalescing`.
 
         Raises:
             RuntimeError: The members did not meet in time, or `cut` ended the call.
@@ -135,7 +144,9 @@ class Backend(Protocol):
         """
         ...
 
-    def launching(self, inside: Any) -> contextlib.AbstractContextManager[object]:
+    def launching(
+        self, inside: dist.ProcessGroup
+    ) -> contextlib.AbstractContextManager[object]:
         """Return a context that delays the release of an inner group by `cut`.
 
         While a thread is inside, `cut` does not free the group. A thread enters when it
@@ -185,7 +196,7 @@ class Backend(Protocol):
         """
         ...
 
-    def cut(self, limit_s: float, spared: Collection[Any] = ()) -> None:
+    def cut(self, limit_s: float, spared: Collection[dist.ProcessGroup] = ()) -> None:
         """End all operations of the generation.
 
         Any thread may call this method, also repeatedly.
@@ -236,7 +247,7 @@ class GlooBackend:
     def __init__(
         self,
         device: torch.device = _HOST,
-        wrap: Callable[[Any], Any] = lambda group: group,
+        wrap: Callable[[dist.ProcessGroup], dist.ProcessGroup] = lambda group: group,
         *,
         most_connected: int = MOST_CONNECTED,
     ) -> None:
@@ -251,6 +262,7 @@ class GlooBackend:
         self.device = device
         self._most_connected = most_connected
         self.wrap = wrap
+        self.sends_gloo_frames = True
         self.completes_when_cut = False
         self.closing_s: float | None = 0.5
         self._made: list[_Made] = []
@@ -280,7 +292,7 @@ class GlooBackend:
         *,
         form_s: float,
         operation_s: float,
-    ) -> Any:
+    ) -> dist.ProcessGroup:
         options: Any = cast("Any", dist.ProcessGroupGloo)._Options()
         options._timeout = timedelta(seconds=form_s)
         # each group has its own device: if groups share a device that connects late,

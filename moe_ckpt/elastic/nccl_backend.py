@@ -87,6 +87,7 @@ class NcclBackend:
                 fail.
         """
         self.device = torch.device("cuda", torch.cuda.current_device())
+        self.sends_gloo_frames = False
         self.completes_when_cut = True
         self.closing_s: float | None = None
         self._nccl = _open_nccl()
@@ -126,7 +127,7 @@ class NcclBackend:
         *,
         form_s: float,
         operation_s: float,
-    ) -> Any:
+    ) -> dist.ProcessGroup:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=form_s)
         options.config.blocking = 1

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_ckpt.config import STAGED
 from moe_ckpt.elastic.backends import GlooBackend, group_of, register_groups
-from moe_ckpt.elastic.staged_group import STAGED, StagedGroup
+from moe_ckpt.elastic.staged_group import StagedGroup
 
 
 def staged_backend(device: torch.device) -> GlooBackend:

@@ -19,15 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_ckpt.config import STAGED
 from moe_ckpt.elastic.operations import (
     OPERATIONS,
     WITHOUT_RESULT,
     WORKS_IN_PLACE,
     BackendAbilities,
 )
-
-STAGED = "staged"
-"""The name of the backend of staged groups."""
 
 _HOST = torch.device("cpu")
 

@@ -37,7 +37,7 @@ from moe_ckpt.engine.in_memory_tier import InMemoryTier
 from moe_ckpt.engine.interfaces import RankAdapter
 from moe_ckpt.engine.job_recovery import JobRecovery
 from moe_ckpt.engine.measurements import Measurements
-from moe_ckpt.engine.partial_recovery import PartialPolicy, PartialRecovery
+from moe_ckpt.engine.partial_recovery import PartialRecovery
 from moe_ckpt.engine.rank_memory import RankMemory, require_shared_room
 from moe_ckpt.engine.rank_parts import RankParts
 from moe_ckpt.engine.snapshot_stores import SnapshotStore
@@ -55,6 +55,7 @@ from moe_ckpt.policies.memory_forecast import MemoryForecast
 from moe_ckpt.policies.moc import PartialExperts
 from moe_ckpt.policies.moetion import PopularExperts
 from moe_ckpt.policies.moevement import SparseWindows
+from moe_ckpt.policies.partial import PartialSnapshots
 from moe_ckpt.policies.stage_profile import StageProfile
 from moe_ckpt.policies.window_cost import alone_share
 from moe_ckpt.policies.window_sizes import WindowSizes
@@ -161,9 +162,7 @@ class InMemoryAssembly:
             # kept for later generations: in a large job the windows of all stages take
             # a second to compute
             self._sizes = policy.sizes
-        partial = (
-            policy if isinstance(policy, PartialExperts | PopularExperts) else None
-        )
+        partial = policy if isinstance(policy, PartialSnapshots) else None
         if self._elastic:
             # before `use_peers`, which then names the holders that all ranks can reach
             if changed := self._elastic.holders.agree(self._position.ranks):
@@ -248,7 +247,7 @@ class InMemoryAssembly:
         self,
         parts: RankParts,
         store: SnapshotStore,
-        partial: PartialPolicy | None,
+        partial: PartialSnapshots | None,
         stage_recovery: StageRecovery | None,
     ) -> JobRecovery | None:
         if self._elastic is None:

@@ -17,7 +17,6 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
@@ -33,6 +32,7 @@ from moe_ckpt.engine.token_account import LostShares, lost_shares
 from moe_ckpt.errors import CheckpointLoadError, NothingLeftError
 from moe_ckpt.events import CheckpointSkipped, TokensLost
 from moe_ckpt.policies.lost_tokens import IntArray
+from moe_ckpt.policies.partial import PartialSnapshots
 from moe_ckpt.recovery.units import (
     UnitInventory,
     UnitRecovery,
@@ -49,20 +49,6 @@ from moe_ckpt.types import CORE, Version
 _log = logging.getLogger(__name__)
 _MEMORY, _DISK = "memory", "local disk"
 _LEVELS = {_MEMORY: StorageLevel.IN_MEMORY, _DISK: StorageLevel.ON_DISK}
-
-
-class PartialPolicy(Protocol):
-    """The part of a partial policy that a recovery informs."""
-
-    def went_back(self, facts: Sequence[float], *, plt: float, iteration: int) -> None:
-        """Restore the policy's facts of `iteration`, to which all ranks go back.
-
-        Args:
-            facts: The facts, as the policy put them into the plan of that snapshot.
-            plt: Proportion of lost tokens (PLT) over all faults so far.
-            iteration: The iteration to which all ranks go back.
-        """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -90,7 +76,7 @@ class PartialRecovery:
         self,
         parts: RankParts,
         store: SnapshotStore,
-        policy: PartialPolicy,
+        policy: PartialSnapshots,
         elastic: ElasticContext,
     ) -> None:
         assert parts.account is not None, "units go with an account of lost tokens"

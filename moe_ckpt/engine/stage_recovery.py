@@ -57,8 +57,9 @@ class StageRecovery:
 
     Args:
         parts: The rank's parts.
-        on_divergence: `WINDOW` or `END`: all ranks go on from a replay that differs
-            from the state of a healthy rank, or the recovery raises an error.
+        on_divergence: `WINDOW` or `END`: after a replay that differs from the state
+            of a healthy rank, training goes on from a second replay, or the recovery
+            raises an error.
     """
 
     def __init__(self, parts: RankParts, on_divergence: str = WINDOW) -> None:
@@ -196,8 +197,9 @@ class StageRecovery:
         """Bring this rank to the plan's target.
 
         If the stage of a live rank rolls back all the same, the replay must reproduce
-        the live state. If the replay differs on any rank, `on_divergence` decides: all
-        ranks replay once more and go on from there, or all ranks raise an error.
+        the live state. If the replay differs on any rank, `on_divergence` decides: the
+        stages that have replayed replay once more, and training goes on from that
+        replay, or all ranks raise an error.
 
         Args:
             plan: The plan.
@@ -274,7 +276,7 @@ class StageRecovery:
     ) -> None:
         """Find out by a second replay why the first one differed.
 
-        All ranks go on from the last replay.
+        Training goes on from the last replay.
         """
         verdict = f"{CORRUPT}, or {NOT_DETERMINISTIC}"
         # a replay that continued an earlier replay cannot be repeated: the logs of the

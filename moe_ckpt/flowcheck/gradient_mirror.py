@@ -202,14 +202,13 @@ def _require_capturable(state: TrainingState) -> None:
         f"one type of gradients {_WANTED}",
     )
     groups = [group for _, group in _buckets(state) if group.size() > 1]
-    transports = {
-        type(group.transport).__name__
-        for group in groups
-        if isinstance(group, ElasticGroup)
-    }
-    is_gloo = all(
-        isinstance(group, ElasticGroup) for group in groups
-    ) and transports <= {"GlooBackend"}
+    transports = [
+        group.transport for group in groups if isinstance(group, ElasticGroup)
+    ]
+    is_gloo = len(transports) == len(groups) and all(
+        transport.sends_gloo_frames for transport in transports
+    )
+    names = sorted({type(transport).__name__ for transport in transports})
     wanted = (
         "tap, or gloo over TCP: frames of NCCL over RDMA or of encrypted connections"
         " are not parsed"
@@ -217,7 +216,7 @@ def _require_capturable(state: TrainingState) -> None:
     require(
         is_gloo,
         "ckpt.capture",
-        f"mirror with {', '.join(sorted(transports)) or 'unknown groups'}",
+        f"mirror with {', '.join(names) or 'unknown groups'}",
         wanted,
     )
 

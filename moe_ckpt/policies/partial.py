@@ -234,6 +234,16 @@ class PartialSnapshots(StageForecasts[MoeStage]):
         """
 
     @abstractmethod
+    def went_back(self, facts: Sequence[float], *, plt: float, iteration: int) -> None:
+        """Restore the policy's facts of `iteration`, to which all ranks go back.
+
+        Args:
+            facts: The facts, as the policy put them into the plan of that snapshot.
+            plt: Proportion of lost tokens (PLT) over all faults so far.
+            iteration: The iteration to which all ranks go back.
+        """
+
+    @abstractmethod
     def _choose(self, measured: Measured, *, to_disk: bool) -> ExpertChoice:
         """Return the experts of a snapshot; at first all, for all destinations."""
 

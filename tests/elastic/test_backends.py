@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_ckpt.config import STAGED
 from moe_ckpt.elastic.backend_choice import open_backend
 from moe_ckpt.elastic.generation_sockets import GenerationSockets, LoopSockets
 from moe_ckpt.elastic.staged import register_staged
-from moe_ckpt.elastic.staged_group import STAGED
 from tests.harness.gloo.ranks import rank_store, run_ranks
 from tests.harness.gloo.transports import passes
 from tests.harness.gloo.workers import open_groups, own_rank, wait_until

@@ -430,7 +430,7 @@ class LaunchingTransport(HeldTransport):
         *,
         form_s: float,
         operation_s: float,
-    ) -> object:
+    ) -> Any:
         return Launching()
 
     def mark(self) -> DevicePoint:
@@ -820,7 +820,7 @@ class DeviceTransport(HeldTransport):
         *,
         form_s: float,
         operation_s: float,
-    ) -> object:
+    ) -> Any:
         self.open_socket()
         return object()
 

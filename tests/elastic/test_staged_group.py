@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_ckpt.config import STAGED
 from moe_ckpt.elastic.process_groups import BACKEND
 from moe_ckpt.elastic.staged import register_staged, staged_backend
-from moe_ckpt.elastic.staged_group import STAGED
 from tests.harness.gloo.collectives import (
     call_all,
     make_groups,

@@ -343,10 +343,7 @@ def test_a_value_of_a_wrong_type_is_named(override: str, got: str) -> None:
         ("parallel.pp", "auto or a number of at least 1"),
         ("parallel.ep", "auto or a number of at least 1"),
         ("run.progress", "one of auto, bar, lines, none"),
-        (
-            "ckpt.policy",
-            "one of none, dense, moevement, gemini, checkfreq, moc, moetion, flowcheck",
-        ),
+        ("ckpt.policy", f"one of {', '.join(CKPT_CONFIGS)}"),
         ("ckpt.window", "auto or a number of iterations of at least 1"),
         ("ckpt.popularity", "one of hard, soft, decayed"),
         ("fault.kind", "one of none, state_loss, at, poisson, trace"),

@@ -35,6 +35,7 @@ class HeldTransport:
 
     def __init__(self) -> None:
         self.device, self.completes_when_cut = torch.device("cpu"), False
+        self.sends_gloo_frames = False
         self.closing_s: float | None = 0.5
         self.held = threading.Event()
         self.made_by: list[threading.Thread] = []
@@ -48,7 +49,7 @@ class HeldTransport:
         *,
         form_s: float,
         operation_s: float,
-    ) -> object:
+    ) -> Any:
         self.made_by.append(threading.current_thread())
         self.held.wait(WAIT_S)
         return object()
