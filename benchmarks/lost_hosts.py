@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from launcher.compare import JobOutcome
-from launcher.config import compose_settings
 from launcher.faults.inject import fault_of
 from launcher.faults.log import append_faults
 from launcher.output_folder import log_of
@@ -30,7 +29,7 @@ def run_job(
     overrides: Sequence[str],
     run: Path,
     *,
-    num_ranks: int,
+    num_hosts: int,
     losses: Sequence[TimedFault],
     training_s: Callable[[], float],
     goes_on: Callable[[], bool],
@@ -41,7 +40,7 @@ def run_job(
         overrides: The settings of the run, as Hydra overrides, with
             `runtime.spare_nodes`.
         run: The run folder; the output of the job goes to a log file beside it.
-        num_ranks: The number of ranks, and of hosts that train.
+        num_hosts: The number of hosts: one for each rank, and the spare ones.
         losses: The losses, each of one rank's host, in order of time. The times count
             in the seconds of `training_s`.
         training_s: Returns the seconds of training; a negative number before its start.
@@ -50,7 +49,6 @@ def run_job(
     Returns:
         The end of the job. The status is that of the agent on the first host.
     """
-    num_hosts = num_ranks + compose_settings(overrides).runtime.spare_nodes
     words = [str(_TRAIN), *overrides, f"run.dir={run}"]
     hosts.up(num_hosts)
     agents: list[subprocess.Popen[bytes]] = []

@@ -69,6 +69,7 @@ from benchmarks.overhead import QUIET, student  # noqa: E402
 from benchmarks.runs import current_commit, default_model, hardware, packages  # noqa: E402
 from launcher.cluster_profile import constants_of  # noqa: E402
 from launcher.compare import plan_variants, run_job  # noqa: E402
+from launcher.config import compose_settings  # noqa: E402
 from launcher.overrides import last_values  # noqa: E402
 from launcher.simulator.comparison import predict_events  # noqa: E402
 from launcher.simulator.real_run import (  # noqa: E402
@@ -333,13 +334,11 @@ def losses_of(cell: Cell, spare_nodes: int) -> tuple[TimedFault, ...]:
 
 
 def carry_out(
-    cell: Cell,
-    folder: Path,
-    arguments: Sequence[str],
-    seconds: float,
-    spare_nodes: int = 0,
+    cell: Cell, folder: Path, arguments: Sequence[str], seconds: float
 ) -> Path:
     """Run a job until the job has been measured for long enough.
+
+    A job with spare nodes runs on hosts, which are lost.
 
     A finished run is not run again. This process ends if the run fails, or if the run
     folder has an unfinished run, or one of other settings or of another commit.
@@ -349,8 +348,6 @@ def carry_out(
         folder: The folder of all runs.
         arguments: The words for `launcher.compare`.
         seconds: The seconds to measure.
-        spare_nodes: The number of spare nodes. If there are any, and the run is not
-            plain training, the run has hosts, which are lost.
 
     Returns:
         The run folder.
@@ -371,11 +368,12 @@ def carry_out(
     folder.mkdir(parents=True, exist_ok=True)
     [variant] = plan_variants(arguments, RANKS)
     clock = _Clock(run / "events" / "rank0000.jsonl", seconds)
-    if spare_nodes and cell.policy != PLAIN:
+    spare_nodes = compose_settings(variant.overrides).runtime.spare_nodes
+    if spare_nodes:
         outcome = lost_hosts.run_job(
             variant.overrides,
             run,
-            num_ranks=RANKS,
+            num_hosts=RANKS + spare_nodes,
             losses=losses_of(cell, spare_nodes),
             training_s=clock.training_s,
             goes_on=clock.goes_on,
@@ -834,7 +832,7 @@ def main() -> int:
             common=common,
             spare_nodes=options.spare_nodes,
         )
-        done = carry_out(cell, folder, words, options.seconds, options.spare_nodes)
+        done = carry_out(cell, folder, words, options.seconds)
         measured[cell] = measure(read_run(done), options.seconds)
         # a prediction ends with the last new iteration
         runs[cell] = read_run(done, until=measured[cell].last)

@@ -777,11 +777,11 @@ def last_events(path: Path, *choices: Collection[str]) -> list[LoggedEvent | Non
 
     Args:
         path: The file.
-        choices: Each has names of event kinds.
+        choices: Collections of names of event kinds.
 
     Returns:
-        An event for each choice. None if there is none, or if the line is not an event
-        of this version.
+        An event for each collection. None if the file has no such event, or if the
+        line is not an event of this version.
 
     Raises:
         OSError: The file cannot be read.

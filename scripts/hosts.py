@@ -164,11 +164,12 @@ def set_link(host: int, link: str) -> None:
 
 def processes_of(host: int) -> list[int]:
     """Return the pids of the processes on a host."""
+    return _processes_in(name_of(host))
+
+
+def _processes_in(namespace: str) -> list[int]:
     found = subprocess.run(
-        ["ip", "netns", "pids", name_of(host)],
-        capture_output=True,
-        text=True,
-        check=True,
+        ["ip", "netns", "pids", namespace], capture_output=True, text=True, check=True
     )
     return [int(pid) for pid in found.stdout.split()]
 
@@ -272,11 +273,7 @@ def down() -> None:
     """Remove the hosts, and end the processes in them."""
     namespaces = our_namespaces()
     for name in namespaces:
-        found = subprocess.run(
-            ["ip", "netns", "pids", name], capture_output=True, text=True, check=True
-        )
-        for pid in found.stdout.split():
-            os.kill(int(pid), signal.SIGKILL)
+        _signal_each(_processes_in(name), signal.SIGKILL)
     for command in plan_down(namespaces):
         # a failed `up` may have made no bridge
         subprocess.run(command, capture_output=True, check=False)

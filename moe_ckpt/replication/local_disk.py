@@ -241,11 +241,8 @@ def restore(path: Path, own: BlobFolder) -> int:
     Raises:
         CheckpointSaveError: The memory has no room.
     """
-    disk, size_bytes = BlobFolder(path), 0
-    for key, blob in _intact(disk):
-        _copy(key, blob, disk, own, Throttle())
-        size_bytes += _size(blob)
-    return size_bytes
+    disk = BlobFolder(path)
+    return _copy_all(disk, own, _intact(disk))
 
 
 def _intact(folder: BlobFolder) -> Iterator[tuple[str, Blob]]:
@@ -272,9 +269,15 @@ def copy_blobs(source: BlobFolder, target: BlobFolder, keys: Iterable[str]) -> i
             copied by then.
         CheckpointSaveError: There is no room.
     """
+    return _copy_all(source, target, ((key, source.get(key)) for key in keys))
+
+
+def _copy_all(
+    source: BlobFolder, target: BlobFolder, blobs: Iterable[tuple[str, Blob]]
+) -> int:
+    """Copy blobs one after another, and return their size in bytes."""
     size_bytes = 0
-    for key in keys:
-        blob = source.get(key)
+    for key, blob in blobs:
         _copy(key, blob, source, target, Throttle())
         size_bytes += _size(blob)
     return size_bytes

@@ -95,14 +95,6 @@ class AgentsJob:
 
     def start_agent(self) -> None:
         """Start another agent."""
-        processors = sorted(os.sched_getaffinity(0))
-        # one processor for each agent, so one thread for each rank: with more threads,
-        # ranks would add up in another order than the ranks of the reference
-        pinned = (
-            "taskset",
-            "--cpu-list",
-            str(processors[len(self._agents) % len(processors)]),
-        )
         environment = {
             name: value
             for name, value in os.environ.items()
@@ -111,11 +103,14 @@ class AgentsJob:
         environment |= {
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "GLOO_SOCKET_IFNAME": "lo",
+            # with more threads, ranks would add up in another order than the ranks of
+            # the reference
+            "OMP_NUM_THREADS": "1",
         }
         number = [f"--node-rank={len(self._agents)}"] if self._is_static else []
         with self._log(len(self._agents)).open("w") as log:
             agent = subprocess.Popen(
-                [*pinned, *self._torchrun, *number, *self._job],
+                [*self._torchrun, *number, *self._job],
                 stdout=log,
                 stderr=log,
                 cwd=ROOT,
