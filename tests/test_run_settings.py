@@ -8,8 +8,8 @@ import pytest
 
 from moe_ckpt.config import CKPT_CONFIGS, GeminiConfig, MoevementConfig
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.integrations.loops import LOOPS as ATTACHED
-from moe_ckpt.loop_names import LOOPS
+from moe_ckpt.integrations.loops import LOOP_IMPORTS
+from moe_ckpt.loop_names import LOOP_MODULES
 from moe_ckpt.run_settings import Command, parse_run
 
 SCRIPT = ("--", "pretrain_gpt.py", "--num-layers", "2")
@@ -62,7 +62,7 @@ def test_each_policy_has_the_defaults_of_its_file(policy: str) -> None:
 
 
 def test_the_loop_is_megatron_lms_unless_it_is_named() -> None:
-    assert set(LOOPS) == set(ATTACHED), "each loop has its class"
+    assert set(LOOP_MODULES) == set(LOOP_IMPORTS), "each loop has its class"
     assert parse_run(SCRIPT).loop == "megatron-lm"
     assert parse_run(["--loop", "megatron-bridge", *SCRIPT]).loop == "megatron-bridge"
 
