@@ -135,9 +135,9 @@ def test_a_file_is_read_first_and_assignments_replace_its_keys(tmp_path: Path) -
         (
             [
                 *("--set", "runtime.spare_nodes=1", "--set", "runtime.join_s=300"),
-                *("--set", "runtime.node_s=300", *SCRIPT),
+                *("--set", "runtime.node_s=150", *SCRIPT),
             ],
-            "runtime.node_s: got 300.0, wanted less than runtime.join_s=300: survivors",
+            "runtime.node_s: got 150.0, wanted less than half of runtime.join_s=300: s",
         ),
         (
             ["--set", "parallel.ranks_per_node=0", *SCRIPT],
