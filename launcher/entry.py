@@ -17,7 +17,7 @@ from launcher.faults.carry_out import carry_out
 # these imports include Megatron, which took 3 s of every replacement when a worker
 # imported it after the fork
 from launcher.run import run_in, use_cpu
-from moe_ckpt.elastic.supervisor import start_beside
+from moe_ckpt.elastic.supervisor import complain, start_beside
 from moe_ckpt.elastic.torchrun import read_launch
 from moe_ckpt.faults.schedule import Kill
 from moe_ckpt.loop import start_rank
@@ -52,13 +52,20 @@ def start(settings: Settings) -> int:
 
 
 def _start_faults(settings: Settings, supervised: SupervisedRank) -> None:
-    """Start a process beside the job that kills workers of this node as ordered."""
+    """Start a process beside the job that kills workers of this node as ordered.
+
+    The machines on which the job begins have such a process. The plan has no record of
+    what was carried out, by which a spare node could go on.
+    """
     launch = supervised.launch
-    kills = [
-        kill
-        for kill in settings.fault.kills(launch.world_size)
-        if kill.rank in launch.local_ranks
-    ]
+    planned = settings.fault.kills(launch.world_size)
+    if planned and launch.global_rank == 0 and settings.runtime.spare_nodes:
+        complain(
+            f"fault.kind={settings.fault.kind}: kills are carried out on the nodes on"
+            " which the job begins, and not on a spare node that takes their ranks"
+            " (runtime.spare_nodes)"
+        )
+    kills = [kill for kill in planned if kill.rank in launch.local_ranks]
     if launch.local_rank == 0 and kills:
         start_beside(lambda: _inflict(kills, supervised))
 

@@ -1099,11 +1099,14 @@ class RuntimeConfig:
         )
         require_all_at_least("runtime.", self, stop_save_s=0, suspect_iters=0)
         require_all_at_least("runtime.", self, spare_nodes=0, node_s=1)
-        wanted = f"less than runtime.join_s={self.join_s:g}: survivors wait for a spare"
+        wanted = (
+            f"less than half of runtime.join_s={self.join_s:g}: survivors wait twice"
+            " runtime.node_s for a spare node before they save"
+        )
         # without spare nodes nothing uses `node_s`, and a short `join_s` is fine
         is_unused = not self.spare_nodes
         require(
-            is_unused or self.node_s < self.join_s,
+            is_unused or 2 * self.node_s < self.join_s,
             "runtime.node_s",
             self.node_s,
             wanted,

@@ -8,7 +8,7 @@ For jobs whose command line belongs to another system.
 `moe-ckpt door install` puts moe_ckpt_door.pth into the environment (door_file.py).
 Python reads that file at each start; without the variable the file does nothing. A
 process that torchrun started becomes `moe_ckpt.run` on the same program, with the same
-pid. Any other process stays as it is, but cannot import Megatron-LM's training loop: a
+pid. Any other process stays as it is, but cannot import a training loop of `--loop`: a
 run must not look protected without being so.
 
 Must not: import anything slow, or raise: Python only reports an exception of a .pth
@@ -23,11 +23,11 @@ import sys
 from collections.abc import Sequence
 
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.loop_names import LOOP_MODULES
 from moe_ckpt.refused_imports import RefusedImports
 
 VARIABLE = "MOE_CKPT"
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_LOOP = "megatron.training.training"
 # options of Python that take a value
 _WITH_VALUE = "WX"
 _FAILED = 1
@@ -39,7 +39,7 @@ def enter() -> None:
     An error ends the process after one message.
     """
     if any(name not in os.environ for name in _LAUNCHED):
-        sys.meta_path.insert(0, unprotected_loop())
+        sys.meta_path.insert(0, unprotected_loops())
         return
     try:
         command = attached_command(os.environ[VARIABLE], sys.orig_argv)
@@ -125,8 +125,8 @@ def _split_flags(word: str) -> tuple[str, str, str]:
     return word[1:], "", ""
 
 
-def unprotected_loop() -> RefusedImports:
-    """Return the finder that refuses Megatron-LM's loop in an unprotected process.
+def unprotected_loops() -> RefusedImports:
+    """Return the finder that refuses the training loops in an unprotected process.
 
     A process is unprotected if torchrun has not started it.
     """
@@ -134,11 +134,7 @@ def unprotected_loop() -> RefusedImports:
         f"one with {', '.join(_LAUNCHED)}; unset the variable for a program that does"
         " not train"
     )
-    return RefusedImports(
-        {
-            _LOOP: (
-                f"{VARIABLE}: got a process that torchrun has not started, wanted"
-                f" {wanted}"
-            )
-        }
+    message = (
+        f"{VARIABLE}: got a process that torchrun has not started, wanted {wanted}"
     )
+    return RefusedImports({loop.training: message for loop in LOOP_MODULES.values()})

@@ -1,7 +1,8 @@
 """The training loops that are not ours: their names and modules. Values only.
 
-`moe_ckpt.integrations.loops.LOOPS` has the import function of each loop. Imports
-nothing: each Python process of `moe-ckpt prove` imports this module as it starts.
+`moe_ckpt.integrations.loops.LOOP_IMPORTS` has the import function of each loop.
+Imports nothing: each Python process of `moe-ckpt prove` imports this module as it
+starts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class LoopModules(NamedTuple):
     """
 
 
-LOOPS = {
+LOOP_MODULES = {
     "megatron-lm": LoopModules(
         training="megatron.training.training", entry="megatron.training.training"
     ),

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import wrapt
 
-from moe_ckpt import loop_names
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.loop_names import LOOP_MODULES
 from moe_ckpt.observation import Order, read_order
 
 LINE = "from moe_ckpt.observed_start import enter; enter(__file__)\n"
@@ -33,7 +33,7 @@ def enter(own_path: str) -> None:
         own_path: The path of the `sitecustomize.py` that runs this function.
     """
     if order := read_order():
-        for loop, modules in loop_names.LOOPS.items():
+        for loop, modules in LOOP_MODULES.items():
             wrapt.register_post_import_hook(
                 partial(_observe_loop, loop, order), modules.entry
             )
@@ -42,10 +42,10 @@ def enter(own_path: str) -> None:
 
 def _observe_loop(loop: str, order: Order, _module: object) -> None:
     from moe_ckpt.integrations.loop_plain import ProvenRun  # noqa: PLC0415 - slow
-    from moe_ckpt.integrations.loops import LOOPS  # noqa: PLC0415
+    from moe_ckpt.integrations.loops import LOOP_IMPORTS  # noqa: PLC0415
 
     try:
-        observed = LOOPS[loop]()
+        observed = LOOP_IMPORTS[loop]()
     except ConfigError as error:
         # a program may import the loop only for its arguments
         print(

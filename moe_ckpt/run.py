@@ -34,7 +34,7 @@ from moe_ckpt.config import require
 from moe_ckpt.elastic.torchrun import Launch, is_launched, read_launch, write_error_file
 from moe_ckpt.errors import ConfigError, MoeCkptError
 from moe_ckpt.exactness import BITWISE
-from moe_ckpt.loop_names import LOOPS
+from moe_ckpt.loop_names import LOOP_MODULES
 from moe_ckpt.run_settings import Command, RunSettings, parse_run
 
 if TYPE_CHECKING:
@@ -77,11 +77,12 @@ def start(settings: RunSettings, launch: Launch, imports: Sequence[str]) -> int:
     Raises:
         ConfigError: Settings that cannot work.
     """
-    from moe_ckpt.integrations.loops import LOOPS  # noqa: PLC0415 - seconds of imports
+    # seconds of imports
+    from moe_ckpt.integrations.loops import LOOP_IMPORTS  # noqa: PLC0415
     from moe_ckpt.integrations.megatron_lm_options import require_alone  # noqa: PLC0415
 
     require_alone(os.environ, sys.modules)
-    loop = LOOPS[settings.loop]()
+    loop = LOOP_IMPORTS[settings.loop]()
     if settings.is_plain:
         if not loop.use_cpu() and settings.job.exactness == BITWISE:
             from moe_ckpt.megatron.determinism import make_deterministic  # noqa: PLC0415
@@ -173,7 +174,7 @@ def _require_outermost() -> None:
     """Raise ConfigError in a program that already runs under moe_ckpt.run."""
     from moe_ckpt.integrations.loop_seams import is_attached  # noqa: PLC0415
 
-    loops = [sys.modules.get(modules.training) for modules in LOOPS.values()]
+    loops = [sys.modules.get(modules.training) for modules in LOOP_MODULES.values()]
     wanted = "one attachment a process: this program runs under moe_ckpt.run already"
     require(not any(map(is_attached, loops)), "moe_ckpt.run", "a second one", wanted)
 

@@ -36,7 +36,7 @@ from moe_ckpt.config_keys import from_keys, keys_of
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.faults.schedule import StateLoss
 from moe_ckpt.job_config import JobConfig
-from moe_ckpt.loop_names import LOOPS
+from moe_ckpt.loop_names import LOOP_MODULES
 
 T = TypeVar("T")
 
@@ -90,7 +90,7 @@ class RunSettings:
     """Whether the run has no attachment."""
 
     loop: str = _DEFAULT_LOOP
-    """The training loop, one of `LOOPS`."""
+    """The training loop, one of `LOOP_MODULES`."""
 
     keep_batches_bytes: int = _KEEP_BATCHES_BYTES
     """Limit on kept batches of an iterator without random access, in bytes.
@@ -129,7 +129,7 @@ def parse_run(arguments: Sequence[str]) -> RunSettings:
     )
     policy = parsed.ckpt or changes["ckpt"].pop("policy", _DEFAULT_POLICY)
     loop = parsed.loop or _DEFAULT_LOOP
-    require_choice("--loop", loop, list(LOOPS))
+    require_choice("--loop", loop, list(LOOP_MODULES))
     require_choice("--ckpt", policy, list(CKPT_CONFIGS))
     ckpt = _merged_section(
         _read_defaults("ckpt", policy), {**changes["ckpt"], "policy": policy}
@@ -256,7 +256,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         metavar="POLICY",
         help=f"{', '.join(CKPT_CONFIGS)} (default: {_DEFAULT_POLICY})",
     )
-    add("--loop", help=f"{', '.join(LOOPS)} (default: {_DEFAULT_LOOP})")
+    add("--loop", help=f"{', '.join(LOOP_MODULES)} (default: {_DEFAULT_LOOP})")
     add(
         "--set",
         action="append",

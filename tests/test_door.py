@@ -13,10 +13,11 @@ import pytest
 
 from launcher.prove.__main__ import main as prove
 from launcher.prove.runs import EXACT
-from moe_ckpt.door import attached_command, split_command, unprotected_loop
+from moe_ckpt.door import attached_command, split_command, unprotected_loops
 from moe_ckpt.door_file import NAME, change_file, main
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.integrations.megatron_lm_options import require_alone
+from moe_ckpt.loop_names import LOOP_MODULES
 from scripts.fetch_megatron_lm import FOLDER
 from tests.harness.jobs.attached_jobs import ARGUMENTS, EXAMPLE
 from tests.waits import START_S
@@ -92,10 +93,11 @@ def test_a_value_that_is_no_command_line_is_named() -> None:
         attached_command("--set 'x", ["python", "train.py"])
 
 
+@pytest.mark.parametrize("loop", LOOP_MODULES)
 def test_a_loop_is_not_imported_without_protection(
-    monkeypatch: pytest.MonkeyPatch,
+    loop: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "meta_path", [unprotected_loop(), *sys.meta_path])
+    monkeypatch.setattr(sys, "meta_path", [unprotected_loops(), *sys.meta_path])
     assert importlib.import_module("json")
     with pytest.raises(
         ConfigError,
@@ -103,7 +105,7 @@ def test_a_loop_is_not_imported_without_protection(
             r"^MOE_CKPT: got a process that torchrun has not started, wanted one with R"
         ),
     ):
-        sys.meta_path[0].find_spec("megatron.training.training", None)
+        sys.meta_path[0].find_spec(LOOP_MODULES[loop].training, None)
 
 
 @pytest.mark.parametrize(

@@ -115,8 +115,8 @@ def test_only_modules_with_a_reason_sleep() -> None:
     assert found == SLEEPERS.keys()
 
 
-def test_the_engine_reaches_other_ranks_through_the_seam_alone() -> None:
-    """The seam is `collectives.Ranks`; other ways would need processes in tests."""
+def test_the_engine_reaches_other_ranks_through_one_interface_alone() -> None:
+    """That is `collectives.Ranks`; other ways would need processes in tests."""
     files = [
         path
         for folder in ("elastic", "engine", "snapshot", "replication", "durable")

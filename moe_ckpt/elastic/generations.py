@@ -268,7 +268,10 @@ class Late:
     """What a rank does while other ranks are late."""
 
     after_s: float
-    """Seconds of the wait after which the other ranks are late."""
+    """Seconds of the wait after which the other ranks are late.
+
+    Less than the time limit of the wait.
+    """
 
     act: Callable[[Sequence[int]], None]
     """Called then, in the training thread, with the ranks that have not arrived."""
@@ -457,7 +460,7 @@ class Membership:
         """Wait for all ranks, as `Generations.goes` does."""
         late, left_s = self._late, self._join_s
         # ranks meet for the first time once all have built their models
-        if late and late.after_s < left_s and generation > 1:
+        if late and generation > 1:
             try:
                 return self._generations.goes(generation, late.after_s)
             except RanksMissingError:

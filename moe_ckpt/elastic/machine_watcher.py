@@ -1,8 +1,8 @@
 """The watcher of a machine, in a job with spare nodes.
 
 The watcher is a process that lives as long as torchrun's agent on the machine. It gives
-signs of life. On a spare machine it also watches the machines that are nodes, and makes
-this machine a node in place of a lost one.
+signs of life. On a spare machine it also watches the other machines, and makes this
+machine a node in place of a lost one.
 
     a node's watcher    sign ................. the node has another machine: a spare
     a spare's watcher   sign, look at nodes -- a machine is lost: become its node
@@ -22,7 +22,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -189,11 +189,7 @@ class MachineWatcher:
         board.register(Machine(name=name, number=number, host=settings.host, port=port))
         if number < settings.num_nodes:
             board.become(number, name, after="")
-        # a watcher before this one may have made the machine another node
-        nodes = [
-            node for node in range(settings.num_nodes) if board.holder(node) == name
-        ]
-        self._call = Call(node=nodes[0]) if nodes else None
+        self._call = self._call_of_node()
 
     def run(self, ends: MachineBoard) -> NoReturn:
         """Watch until the process ends.
@@ -234,12 +230,12 @@ class MachineWatcher:
             for node in range(self._settings.num_nodes)
             if (holder := board.holder(node))
         }
-        self._lost.watch({each: board.machine(each) for each in holders.values()})
-        losses = self._lost.look(board.signs(holders.values()))
+        nodes = {holder: board.machine(holder) for holder in holders.values()}
+        watched = nodes | self._other_spares(nodes.values())
+        self._lost.watch(watched)
+        losses = self._lost.look(board.signs(watched))
         for node, holder in holders.items():
-            # another spare may have taken the node meanwhile
-            if holder in losses and board.become(node, name, after=holder):
-                self._take(node, losses[holder])
+            if holder in losses and self._take(node, holder, losses[holder]):
                 return
 
     def admit(self, supervisors: socket.socket) -> None:
@@ -268,7 +264,8 @@ class MachineWatcher:
         Args:
             status: The exit status of the job.
         """
-        node, self._call = self.node, Call(node=None, status=status)
+        node = self.node if self._may_be_node() else None
+        self._call = Call(node=None, status=status)
         self._send()
         if status and node is not None:
             self._stop_supervisors()
@@ -285,15 +282,61 @@ class MachineWatcher:
             self._call = None
         return self.node is not None
 
-    def _take(self, node: int, loss: Loss) -> None:
-        self._lost.close()
-        self._call = Call(
+    def _may_be_node(self) -> bool:
+        """Return whether this machine is a node still, as far as the store answers.
+
+        A machine that was frozen may have been replaced without having looked since.
+        """
+        try:
+            return self._is_node()
+        except RuntimeError:  # torch's error for a store that is gone
+            return self.node is not None
+
+    def _call_of_node(self) -> Call | None:
+        """Return the call for the node that this machine is; None: it is no node.
+
+        A watcher before this one may have made the machine a node.
+        """
+        board, name = self._board, self._settings.name
+        for node in range(self._settings.num_nodes):
+            if board.holder(node) == name:
+                noted = board.noted_call(name)
+                return noted if noted and noted.node == node else Call(node=node)
+        return None
+
+    def _other_spares(self, nodes: Iterable[Machine]) -> dict[str, Machine]:
+        """Return the other spare machines by name.
+
+        A machine whose end shows at once needs a connection, which a machine that has
+        just become a node has from before.
+
+        Args:
+            nodes: The machines that are nodes.
+        """
+        numbers = set(range(self._settings.num_machines))
+        numbers -= {self._settings.number, *(machine.number for machine in nodes)}
+        newest = map(self._board.newest, sorted(numbers))
+        return {machine.name: machine for machine in newest if machine}
+
+    def _take(self, node: int, holder: str, loss: Loss) -> bool:
+        """Become a node in place of its lost machine, and call the supervisors.
+
+        Returns:
+            False if another spare machine has taken the node meanwhile.
+        """
+        call = Call(
             node=node,
             why=loss.why,
             last_seen_unix_s=loss.last_seen_unix_s,
             found_unix_s=time.time(),
         )
+        self._board.note_call(self._settings.name, call)
+        if not self._board.become(node, self._settings.name, after=holder):
+            return False
+        self._lost.close()
+        self._call = call
         self._send()
+        return True
 
     def _send(self) -> None:
         assert self._call is not None

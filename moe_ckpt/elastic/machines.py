@@ -8,6 +8,7 @@ node are spares. Once the machine of a node is lost, a spare becomes this node.
     machine/NAME     the address of a machine: `Machine`
     newest/NUMBER    the name of the newest machine that torchrun has given the number
     sign/NAME        the newest sign of life of a machine: a time by its own clock
+    call/NAME        the newest call of a machine's supervisors: `Call`
     over             the exit status of a job that has ended; only swapped
 
 Owns: these keys in the job's store, whose swaps decide which machine is a node. Must
@@ -23,6 +24,8 @@ from datetime import timedelta
 
 import msgspec
 import torch.distributed as dist
+
+from moe_ckpt.elastic.machine_calls import Call
 
 _FOR_EVER = timedelta(days=365)
 
@@ -45,6 +48,7 @@ class Machine:
 
 
 _MACHINES = msgspec.json.Decoder(Machine)
+_CALLS = msgspec.json.Decoder(Call)
 
 
 class MachineBoard:
@@ -103,6 +107,21 @@ class MachineBoard:
             Whether the machine is the node now.
         """
         return self._store.compare_set(f"holder/{node}", after, name) == name.encode()
+
+    def note_call(self, name: str, call: Call) -> None:
+        """Record how a machine is to call its supervisors once it is a node.
+
+        Call before `become`: the watcher of the machine may die right after.
+        """
+        self._store.set(f"call/{name}", msgspec.json.encode(call).decode())
+
+    def noted_call(self, name: str) -> Call | None:
+        """Return the newest recorded call of a machine; None: there is none.
+
+        The machine is the node of the call only if the node's holder is the machine.
+        """
+        key = f"call/{name}"
+        return _CALLS.decode(self._store.get(key)) if self._store.check([key]) else None
 
     def end(self, status: int) -> None:
         """Record that the job has ended, unless it is recorded.

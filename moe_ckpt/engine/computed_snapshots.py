@@ -1,6 +1,6 @@
-"""The seams to processes that compute a rank's snapshots from the rank's gradients.
+"""The interfaces to processes that compute a rank's snapshots from its gradients.
 
-`moe_ckpt.flowcheck` implements the seams with checkpoint servers. Owns: the two
+`moe_ckpt.flowcheck` implements the interfaces with checkpoint servers. Owns: the two
 Protocols, and their implementations for jobs without such processes. Must not: know how
 gradients travel, or where snapshots are computed.
 
@@ -151,7 +151,7 @@ class NoSource:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ComputedSnapshots:
-    """The computed snapshots of a job, behind the two seams."""
+    """The computed snapshots of a job, behind the two interfaces."""
 
     sink: Callable[[RankParts, ElasticContext], GradientSink]
     """Makes a rank's sink for one generation."""

@@ -1,4 +1,4 @@
-"""Attaches checkpoint servers to a rank's training, behind the engine's two seams.
+"""Attaches checkpoint servers to a rank's training, by two interfaces of the engine.
 
 Owns: the checks that servers can follow the training. Must not: start servers.
 FlowCheck, section 5.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from moe_ckpt.integrations.megatron_bridge_seams import import_bridge
 from moe_ckpt.integrations.megatron_lm_seams import import_training
@@ -18,9 +18,29 @@ from moe_ckpt.integrations.ms_swift_seams import import_swift
 
 if TYPE_CHECKING:
     from moe_ckpt.elastic_worker import Worker
+    from moe_ckpt.integrations.attachment import Attachment
     from moe_ckpt.integrations.loop_plain import Watch
     from moe_ckpt.loop import JoinedWorker
     from moe_ckpt.run_settings import RunSettings
+
+
+class AttachingModule(Protocol):
+    """A module of this package that attaches to a loop."""
+
+    def attach(
+        self, modules: Any, joined: JoinedWorker[Worker], settings: RunSettings, /
+    ) -> Attachment:
+        """Let the loop of this worker's process checkpoint and recover.
+
+        Args:
+            modules: The modules of the loop, as `Loop` has them.
+            joined: This worker.
+            settings: The settings of the run.
+
+        Raises:
+            ConfigError: The process has an attachment already.
+        """
+        ...
 
 
 class Loop(ABC):
@@ -39,22 +59,20 @@ class Loop(ABC):
     def __init__(self, modules: Any) -> None:
         self._modules = modules
 
-    def import_attachment(self) -> Any:
+    def import_attachment(self) -> AttachingModule:
         """Import and return the module that attaches to the loop.
 
         Workers that are forked later share the imports.
         """
-        return importlib.import_module(f"moe_ckpt.integrations.{self.module}")
+        name = f"moe_ckpt.integrations.{self.module}"
+        return cast("AttachingModule", importlib.import_module(name))
 
-    def attach(self, joined: JoinedWorker[Worker], settings: RunSettings) -> Any:
+    def attach(self, joined: JoinedWorker[Worker], settings: RunSettings) -> Attachment:
         """Attach this worker's process to the loop.
 
         Args:
             joined: This worker.
             settings: The settings of the run.
-
-        Returns:
-            The `Attachment`.
         """
         return self.import_attachment().attach(self._modules, joined, settings)
 
@@ -137,7 +155,7 @@ class MsSwift(Loop):
         loop_plain.watch_trainer(self._modules.BaseMegatronTrainer, watch)
 
 
-LOOPS: Mapping[str, Callable[[], Loop]] = {
+LOOP_IMPORTS: Mapping[str, Callable[[], Loop]] = {
     "megatron-lm": lambda: MegatronLm(import_training()),
     "megatron-bridge": lambda: MegatronBridge(import_bridge()),
     "ms-swift": lambda: MsSwift(import_swift()),

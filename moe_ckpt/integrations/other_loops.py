@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import sys
 
-from moe_ckpt import loop_names
+from moe_ckpt.loop_names import LOOP_MODULES
 from moe_ckpt.refused_imports import RefusedImports
 
-BRIDGE = loop_names.LOOPS["megatron-bridge"].training
-SWIFT = loop_names.LOOPS["ms-swift"].training
-LOOPS = {  # a loop's module: the loop's name, and the wanted alternative
+BRIDGE = LOOP_MODULES["megatron-bridge"].training
+SWIFT = LOOP_MODULES["ms-swift"].training
+# A loop's module: the loop's name, and the wanted alternative. Megatron-LM's module is
+# not here: each import of a part of megatron.training imports that module, too.
+OTHER_LOOPS = {
     BRIDGE: ("Megatron-Bridge's training loop", "--loop megatron-bridge"),
     "megatron.bridge.training.train_megatron_mimo": (
         "Megatron-Bridge's loop for multimodal models",
@@ -34,8 +36,8 @@ def refuse_other_loops(attached: str) -> None:
     Raises:
         ConfigError: Another loop is imported already.
     """
-    own = loop_names.LOOPS[attached].training
-    others = {name: words for name, words in LOOPS.items() if name != own}
+    own = LOOP_MODULES[attached].training
+    others = {name: words for name, words in OTHER_LOOPS.items() if name != own}
     refused = RefusedImports(
         {
             name: (

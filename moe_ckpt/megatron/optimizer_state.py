@@ -37,7 +37,7 @@ FORMAT_DTYPES = {
 }
 """Types by which Megatron's settings name number formats; uint8 stands for FP8."""
 
-_DERIVING = tuple(FORMAT_DTYPES[name] for name in DERIVING_MASTERS)
+_FORMAT_NAMES = {dtype: name for name, dtype in FORMAT_DTYPES.items()}
 _TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 _SCALED = (
     torch.float16,
@@ -143,8 +143,8 @@ def derives_compute(optimizer: MegatronOptimizer) -> bool:
     """
     if not holds_masters(optimizer):
         return True
-    is_deriving = optimizer.config.main_params_dtype in _DERIVING
-    return is_deriving and not keeps_remainders(optimizer)
+    stored = _FORMAT_NAMES.get(optimizer.config.main_params_dtype)
+    return stored in DERIVING_MASTERS and not keeps_remainders(optimizer)
 
 
 def keeps_remainders(optimizer: MegatronOptimizer) -> bool:

@@ -208,12 +208,71 @@ def test_a_machine_that_was_replaced_is_a_spare(
     assert (call.node, bool(call.why)) == (1, True)
 
 
-def test_a_watcher_that_is_started_again_finds_its_machines_node(
+def test_a_spare_that_ends_right_after_it_has_become_a_node_is_lost_at_once(
     tmp_path: Path, stack: ExitStack
 ) -> None:
+    """There is no time for a connection to the machine as a node."""
+    store, ending = dist.HashStore(), Ending(stack)
+    for node in range(NUM_NODES):
+        give_to_other(store, node, 1, UNREACHABLE)
+    register(store, "spare2", 2, ending.port)
+    other = Watched(stack, tmp_path, store, 3)
+    other.watcher.look()
+    assert MachineBoard(store).become(0, "spare2", after="other0")
+    ending.end(1)
+    calls = other.ask()
+    other.take()
+    call = calls.get(timeout=WAIT_S)
+    assert call is not None
+    assert (call.node, call.why) == (0, "its processes on 127.0.0.1 have ended")
+
+
+@pytest.mark.parametrize("noted", [None, Call(node=0, why="lost before")])
+def test_a_watcher_that_is_started_again_finds_its_machines_node(
+    tmp_path: Path, stack: ExitStack, noted: Call | None
+) -> None:
+    """Another spare may have taken the node of an earlier loss."""
     store = dist.HashStore()
-    MachineBoard(store).become(1, "machine2", after="")
-    assert Watched(stack, tmp_path, store, 2).watcher.node == 1
+    board = MachineBoard(store)
+    if noted:
+        board.note_call("machine2", noted)
+    board.become(1, "machine2", after="")
+    again = Watched(stack, tmp_path, store, 2)
+    assert again.watcher.node == 1
+    assert again.ask().get(timeout=WAIT_S) == Call(node=1)
+
+
+class KilledError(Exception):
+    """The watcher is killed."""
+
+
+class KillingStore(dist.HashStore):
+    """A store in which a watcher is killed right after its machine is a node."""
+
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        there = super().compare_set(key, expected_value, desired_value)
+        if expected_value.startswith("other"):
+            raise KilledError
+        return there
+
+
+def test_a_watcher_that_is_killed_as_it_takes_a_node_leaves_the_reason(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    store, ending = KillingStore(), Ending(stack)
+    give_to_other(store, 0, 1, UNREACHABLE)
+    give_to_other(store, 1, ending.port)
+    killed = Watched(stack, tmp_path, store, 2)
+    killed.watcher.look()
+    ending.end(1)
+    with pytest.raises(KilledError):
+        killed.take()
+    (tmp_path / "again").mkdir()
+    again = Watched(stack, tmp_path / "again", store, 2)
+    call = again.ask().get(timeout=WAIT_S)
+    assert call is not None
+    assert (call.node, call.why) == (1, "its processes on 127.0.0.1 have ended")
+    assert 0 < call.last_seen_unix_s <= call.found_unix_s <= time.time()
 
 
 @pytest.mark.parametrize(
@@ -250,6 +309,31 @@ def test_the_end_of_a_job_reaches_all_supervisors(
     for call in calls:
         assert call.get(timeout=WAIT_S) == Call(node=None, status=status)
     assert watched.done == done
+
+
+class LosingStore(dist.HashStore):
+    """A store that may be lost."""
+
+    is_lost = False
+
+    def check(self, keys: list[str]) -> bool:
+        if self.is_lost:
+            raise dist.DistNetworkError("Connection reset by peer")
+        return super().check(keys)
+
+
+@pytest.mark.parametrize(("is_lost", "done"), [(False, []), (True, ["stop"])])
+def test_a_replaced_machine_that_thaws_as_the_job_fails_stops_no_supervisor(
+    tmp_path: Path, stack: ExitStack, is_lost: bool, done: Sequence[str]
+) -> None:
+    """Without an answer of the store the machine counts as the node that it was."""
+    store = LosingStore()
+    replaced = Watched(stack, tmp_path, store, 1)
+    give_to_other(store, 1, 1, UNREACHABLE)
+    store.is_lost = is_lost
+    replaced.watcher.end(3)
+    assert replaced.done == done
+    assert replaced.ask().get(timeout=WAIT_S) == Call(node=None, status=3)
 
 
 def test_without_absent_machines_the_exit_barrier_needs_no_answer(

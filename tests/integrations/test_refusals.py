@@ -29,7 +29,7 @@ from moe_ckpt.integrations.megatron_lm_options import (
     option_table,
     require_supported,
 )
-from moe_ckpt.integrations.other_loops import BRIDGE, LOOPS, refuse_other_loops
+from moe_ckpt.integrations.other_loops import BRIDGE, OTHER_LOOPS, refuse_other_loops
 from moe_ckpt.run_elastic import require_forkable, run_elastic
 from scripts.fetch_megatron_lm import FOLDER
 from tests.scenarios import ROOT
@@ -296,7 +296,7 @@ def test_a_runner_inside_a_run_is_refused(
     )
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", OTHER_LOOPS)
 def test_a_loop_without_an_attachment_is_refused_at_its_import(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,7 +337,7 @@ def test_the_attached_loop_alone_can_be_imported(
     refuse_other_loops("megatron-bridge")
     finder: Any = sys.meta_path[0]
     assert finder.find_spec(BRIDGE, None) is None
-    for name in set(LOOPS) - {BRIDGE}:
+    for name in set(OTHER_LOOPS) - {BRIDGE}:
         with pytest.raises(ConfigError, match="nothing would be protected"):
             finder.find_spec(name, None)
 

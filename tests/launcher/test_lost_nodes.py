@@ -152,8 +152,10 @@ def test_a_host_may_be_lost_in_any_phase_and_in_a_recovery(
         (("ckpt=gemini",), PP2),
         (("ckpt=flowcheck",), PP2),
         (("ckpt=moc", "ckpt.k_snapshot=4", "ckpt.k_persist=4"), PP2),
+        (("ckpt=moetion", "ckpt.experts=4", "ckpt.remote_experts=4"), PP2),
+        (("ckpt=checkfreq", "ckpt.every_iters=2"), PP2),
     ],
-    ids=["moevement", "gemini", "flowcheck", "moc"],
+    ids=["moevement", "gemini", "flowcheck", "moc", "moetion", "checkfreq"],
 )
 def test_one_of_four_hosts_is_replaced(
     policy: tuple[str, ...],
@@ -161,6 +163,7 @@ def test_one_of_four_hosts_is_replaced(
     tmp_path: Path,
     stack: ExitStack,
 ) -> None:
+    """checkfreq copies nothing to other hosts, whose disks are one folder here."""
     training = (*training, "train.iterations=40")
     stack.enter_context(network_of(5))
     job = SpareHostsJob(stack, tmp_path, 4, 1, *policy, *training)
@@ -175,6 +178,9 @@ def test_one_of_four_hosts_is_replaced(
         require_kept_processes(job, workers)
     assert [job.status(host) for host in (0, 1, 3, 4)] == [0] * 4
     assert "Error waiting on exit barrier" not in job.said()
+    if policy[0] == "ckpt=checkfreq":
+        [event] = events_of(job.run, StateResumed)
+        assert (event.source, event.iteration >= 8) == ("local disk", True)
     row(f"a host is killed in backward; 4 + 1 hosts, {policy[0]}, {training[0]}", job)
 
 

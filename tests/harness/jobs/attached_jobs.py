@@ -170,7 +170,7 @@ def _ended(folder: Path, name: str, status: int) -> Ended:
 def main(folder: Path) -> int:
     """Run the jobs of FOLDER/jobs.json, and write FOLDER/statuses.json."""
     # imported here: only this process has the wheel in PYTHONPATH
-    from moe_ckpt.integrations.loops import LOOPS  # noqa: PLC0415
+    from moe_ckpt.integrations.loops import LOOP_IMPORTS  # noqa: PLC0415
 
     described = json.loads((folder / "jobs.json").read_text())
     jobs = [
@@ -189,7 +189,7 @@ def main(folder: Path) -> int:
         bridge_stubs.install(sources_of(BRIDGE_TAG) / "src" / "megatron" / "bridge")
     if loop == SWIFT[1]:
         swift_stubs.install(sources_of(SWIFT_TAG) / "swift")
-    LOOPS[loop]().import_attachment()
+    LOOP_IMPORTS[loop]().import_attachment()
     statuses = {job.name: _run(folder / job.name, job) for job in jobs}
     (folder / "statuses.json").write_text(json.dumps(statuses))
     return 0
