@@ -63,7 +63,7 @@ from moe_ckpt.linux import environment_of
 TRAINING = Path(__file__).with_name("beside_training.py")
 LOST_NODE = 1
 OWN_SETTINGS = ("model=tiny", "parallel.pp=2", "run.digest_every_iters=1")
-OWN_ITERATIONS = 60
+OWN_ITERATIONS = 30
 OWN_JOBS = {
     "spare": "moe-ckpt, spare",
     "silent": "moe-ckpt, spare, frozen",
@@ -152,12 +152,14 @@ class OtherJob:
         """Start the nodes, and wait for the first iterations."""
         if self._coordinator:
             self._start("coordinator", self._coordinator, {})
+        # a spare node of ft_launcher has no worker that could write a line
+        num_workers = _NODES if self._tool == "ft_launcher" else self._num_nodes
         for node in range(self._num_nodes):
             self.start_node(node)
-            if node == LOST_NODE:
+            if node >= LOST_NODE:
                 # the nodes that come first train
-                self.wait_for(lambda: len(self.lines()) >= _NODES, "first workers")
-        # a spare node of ft_launcher has no worker that could write a line
+                wanted = min(node + 1, num_workers)
+                self.wait_for(lambda n=wanted: len(self._started()) >= n, "worker")
         time.sleep(_SETTLE_S)
         # in the middle between two checkpoints
         middle = CHECKPOINT_EVERY // 2
@@ -179,6 +181,9 @@ class OtherJob:
             for text in path.read_text().splitlines(keepends=True)
             if text.endswith("\n")
         ]
+
+    def _started(self) -> set[int]:
+        return {line.pid for line in self.lines()}
 
     def newest(self) -> int:
         return max((line.step for line in self.lines()), default=0)
@@ -414,6 +419,8 @@ def main() -> int:
     parser.add_argument("--nvrx", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
+    # torchrun sets this variable for nodes of several ranks only
+    os.environ["OMP_NUM_THREADS"] = "1"
     expected, own = reference_digests(options.torchft), own_digests()
     rounds = [
         measure_round(options.torchft, options.nvrx, expected, own)

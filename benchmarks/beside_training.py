@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-HIDDEN, LAYERS, BATCH = 512, 6, 768
+HIDDEN, LAYERS, BATCH = 512, 6, 384
 RANKS = 2
 CHECKPOINT_EVERY = 20
 REFERENCE_STEPS = 250
