@@ -51,15 +51,14 @@ from moe_ckpt.linux import descendants_of, parent_of  # noqa: E402
 E = TypeVar("E")
 
 JOBS = ("spare", "silent", "restart")
-RANKS, PER_NODE = 4, 2
+NODES, PER_NODE = 2, 2
 WARM_ITERATIONS = 10
 PATIENCE_S = 400.0
-_AGENTS = 3
+_AGENTS = NODES + 1
 _LOOK_S = 0.02
 _SETTINGS = (
     "+ckpt=moevement",
     "ckpt.replicas=1",
-    f"parallel.ranks_per_node={PER_NODE}",
     "train.iterations=100000",
     "train.eval_every_iters=0",
     "run.tensorboard=false",
@@ -88,20 +87,32 @@ class Job:
 
     Args:
         folder: The folder of the run folder and the logs.
-        has_spare: Whether the waiting node is one of `runtime.spare_nodes`.
         overrides: Settings of the launcher.
+        has_spare: Whether the waiting node is one of `runtime.spare_nodes`.
+        per_node: Number of ranks of a node.
     """
 
     def __init__(
-        self, folder: Path, overrides: Sequence[str], *, has_spare: bool
+        self,
+        folder: Path,
+        overrides: Sequence[str],
+        *,
+        has_spare: bool,
+        per_node: int = PER_NODE,
     ) -> None:
         folder.mkdir()
+        self._last_rank = NODES * per_node - 1
         self.run = folder / "run"
         self._folder = folder
         self._environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        settings = [*_SETTINGS, f"run.dir={self.run}", *overrides]
+        settings = [
+            *_SETTINGS,
+            f"parallel.ranks_per_node={per_node}",
+            f"run.dir={self.run}",
+            *overrides,
+        ]
         if has_spare:
             settings.append("runtime.spare_nodes=1")
             meeting = ["--master-addr=127.0.0.1", f"--master-port={port}"]
@@ -111,11 +122,11 @@ class Job:
             endpoint = f"--rdzv-endpoint=127.0.0.1:{port}"
             local = "--local-addr=127.0.0.1"
             meeting = ["--rdzv-backend=c10d", endpoint, local, "--max-restarts=3"]
-            nodes = _AGENTS - 1
+            nodes = NODES
         self._command = [
             str(Path(sys.executable).with_name("torchrun")),
             f"--nnodes={nodes}:{nodes}",
-            f"--nproc-per-node={PER_NODE}",
+            f"--nproc-per-node={per_node}",
             "--rdzv-id=lost-node",
             *meeting,
         ]
@@ -141,9 +152,8 @@ class Job:
         Args:
             is_silent: Whether the node is frozen and not killed.
         """
-        worker = next(
-            each for each in read_written(self.run) if each.global_rank == RANKS - 1
-        )
+        workers = read_written(self.run)
+        worker = next(each for each in workers if each.global_rank == self._last_rank)
         agent = parent_of(worker.supervisor_pid)
         # processes of the node that are no children of its agent end with the agent
         pids = [agent, *descendants_of(agent), *_of_node(Path(worker.memory).parent)]
@@ -152,11 +162,11 @@ class Job:
         for number in (
             (signal.SIGSTOP,) if is_silent else (signal.SIGSTOP, signal.SIGKILL)
         ):
-            _signal_all(pids, number)
+            signal_all(pids, number)
         if not is_silent:
             shutil.rmtree(Path(worker.memory).parent, ignore_errors=True)
         self.wait_for(lambda: self.newest() > before + 1, "a new iteration")
-        _signal_all(pids, signal.SIGKILL)
+        signal_all(pids, signal.SIGKILL)
         committed = min(
             when
             for when, event in self._all(IterationCommitted)
@@ -186,7 +196,7 @@ class Job:
 
     def stop(self) -> None:
         for agent in self._agents:
-            _signal_all([agent.pid, *descendants_of(agent.pid)], signal.SIGKILL)
+            signal_all([agent.pid, *descendants_of(agent.pid)], signal.SIGKILL)
             agent.wait()
 
     def _start(self, more: Sequence[str]) -> None:
@@ -290,7 +300,7 @@ def _of_node(root: Path) -> list[int]:
     return [int(path.name.split("-")[-2]) for path in root.glob("process-*")]
 
 
-def _signal_all(pids: Sequence[int], number: signal.Signals) -> None:
+def signal_all(pids: Sequence[int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
