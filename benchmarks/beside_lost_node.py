@@ -49,15 +49,9 @@ from typing import TypeAlias
 from beside_training import CHECKPOINT_EVERY
 from lost_node import Job, signal_all, summary
 from rich.console import Console
-from rich.table import Table
 
-from moe_ckpt.events import (
-    IterationCommitted,
-    LoggedEvent,
-    StageRecovered,
-    StateDigest,
-    read_events,
-)
+from launcher.markdown_table import table_lines
+from moe_ckpt.events import IterationCommitted, StageRecovered, StateDigest
 from moe_ckpt.linux import environment_of
 
 TRAINING = Path(__file__).with_name("beside_training.py")
@@ -71,6 +65,7 @@ OWN_JOBS = {
 }
 _NODES = 2
 _EXACT = {True: "yes", False: "no", None: "-"}
+# tools give no sign that a spare node is ready
 _SETTLE_S = 10.0
 _PATIENCE_S = 240.0
 _LOOK_S = 0.02
@@ -373,7 +368,7 @@ def own_digests() -> Digests:
             job.wait_for(lambda: job.newest() > OWN_ITERATIONS, "iterations")
             return {
                 (logged.global_rank, logged.event.iteration): logged.event.digest
-                for _, logged in _logged(job)
+                for _, logged in job.logged()
                 if isinstance(logged.event, StateDigest)
             }
         finally:
@@ -386,7 +381,7 @@ def lose_own_node(name: str, folder: Path, expected: Digests) -> Loss:
     try:
         lost_unix_s = time.time()
         recovery = job.lose_node(is_silent=name == "silent")
-        logged = _logged(job)
+        logged = job.logged()
     finally:
         job.stop()
     again, digests = [0] * _NODES, {}
@@ -435,8 +430,8 @@ def measure_round(
 ) -> dict[str, Loss]:
     """Lose one node of each job, and return the losses by name."""
     found: dict[str, Loss] = {}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         others = {
             "torchft": torchft_job(folder / "a", torchft, has_spare=False),
             "torchft, spare": torchft_job(folder / "b", torchft, has_spare=True),
@@ -464,27 +459,31 @@ def measure_round(
 
 
 def show(rounds: Sequence[dict[str, Loss]]) -> None:
-    table = Table(
+    """Print the table of all rounds, in Markdown."""
+    head = (
         "job, median (least to most)",
         "loss to the next new iteration, s",
         "to one with all ranks, s",
         "iterations again: survivor, other",
-        "workers that are new",
+        "new workers",
         "exact",
     )
+    rows: list[list[str]] = []
     for name in rounds[0]:
         losses = [each[name] for each in rounds]
         here = _span([loss.again_here for loss in losses])
         there = _span([loss.again_there for loss in losses])
-        table.add_row(
-            name,
-            summary([loss.committed_s for loss in losses]),
-            summary([loss.whole_s for loss in losses]),
-            f"{here}, {there}",
-            _span([loss.new_workers for loss in losses]),
-            " ".join(sorted({_EXACT[loss.is_exact] for loss in losses})),
+        rows.append(
+            [
+                name,
+                summary([loss.committed_s for loss in losses]),
+                summary([loss.whole_s for loss in losses]),
+                f"{here}, {there}",
+                _span([loss.new_workers for loss in losses]),
+                " ".join(sorted({_EXACT[loss.is_exact] for loss in losses})),
+            ]
         )
-    console.print(table)
+    print("\n".join(table_lines(head, rows)))
 
 
 def _span(values: Sequence[int]) -> str:
@@ -496,16 +495,6 @@ def _agree(digests: Digests, expected: Digests) -> bool | None:
     """Return whether known digests agree; None if none of them is known."""
     known = [each for each in digests if each in expected]
     return all(digests[each] == expected[each] for each in known) if known else None
-
-
-def _logged(job: Job) -> list[tuple[float, LoggedEvent]]:
-    """Return a job's events in order, with their times in Unix seconds."""
-    origin_s = json.loads((job.run / "run.json").read_text())["clock_origin_unix_s"]
-    return [
-        (origin_s + logged.t_s, logged)
-        for path in sorted((job.run / "events").glob("*.jsonl"))
-        for logged in read_events(path)
-    ]
 
 
 def _free_port() -> int:

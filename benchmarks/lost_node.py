@@ -34,14 +34,15 @@ from pathlib import Path
 from typing import TypeVar
 
 from rich.console import Console
-from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from launcher.markdown_table import table_lines  # noqa: E402
 from moe_ckpt.elastic.live_workers import read_written  # noqa: E402
 from moe_ckpt.events import (  # noqa: E402
     IterationCommitted,
+    LoggedEvent,
     Rejoined,
     WorkerStarted,
     read_events,
@@ -146,6 +147,18 @@ class Job:
             (event.iteration for _, event in self._all(IterationCommitted)), default=0
         )
 
+    def logged(self) -> list[tuple[float, LoggedEvent]]:
+        """Return the events with their times in Unix seconds, each rank's in order."""
+        described = self.run / "run.json"
+        if not described.exists():
+            return []
+        origin_s = json.loads(described.read_text())["clock_origin_unix_s"]
+        return [
+            (origin_s + logged.t_s, logged)
+            for path in sorted((self.run / "events").glob("*.jsonl"))
+            for logged in read_events(path)
+        ]
+
     def lose_node(self, *, is_silent: bool) -> Recovery:
         """Lose the second node, and wait for the next new iteration.
 
@@ -216,14 +229,9 @@ class Job:
 
     def _all(self, kind: type[E]) -> list[tuple[float, E]]:
         """Return all ranks' events of a kind, with their times in Unix seconds."""
-        described = self.run / "run.json"
-        if not described.exists():
-            return []
-        origin_s = json.loads(described.read_text())["clock_origin_unix_s"]
         return [
-            (origin_s + logged.t_s, logged.event)
-            for path in (self.run / "events").glob("*.jsonl")
-            for logged in read_events(path)
+            (when, logged.event)
+            for when, logged in self.logged()
             if isinstance(logged.event, kind)
         ]
 
@@ -254,33 +262,35 @@ def measure_round(overrides: Sequence[str]) -> dict[str, Recovery]:
 
 
 def show(rounds: Sequence[dict[str, Recovery]]) -> None:
-    table = Table("median (least to most)", *JOBS)
-    table.add_row(
-        "loss to the next new iteration, s",
-        *(summary([each[name].committed_s for each in rounds]) for name in JOBS),
-    )
-    table.add_row(
-        "of these, until the loss is found",
-        *(
-            summary([s for each in rounds if (s := each[name].found_s) is not None])
-            for name in JOBS
-        ),
-    )
-    table.add_row(
-        "workers that are new",
-        *(
-            summary([float(each[name].new_processes) for each in rounds])
-            for name in JOBS
-        ),
-    )
+    """Print the table of all rounds, in Markdown."""
     restarts = [each["restart"].committed_s for each in rounds]
-    for name in ("spare", "silent"):
+    rows: list[list[str]] = []
+    for name in JOBS:
+        recoveries = [each[name] for each in rounds]
+        seconds = [each.committed_s for each in recoveries]
         ratios = [
-            restart / each[name].committed_s
-            for restart, each in zip(restarts, rounds, strict=True)
+            restart / each for restart, each in zip(restarts, seconds, strict=True)
         ]
-        table.add_row(f"restart beside {name}, times as long", summary(ratios), "", "")
-    console.print(table)
+        found = [each.found_s for each in recoveries if each.found_s is not None]
+        new = [float(each.new_processes) for each in recoveries]
+        is_restart = name == "restart"
+        rows.append(
+            [
+                name,
+                summary(seconds),
+                summary(found),
+                summary(new),
+                "1" if is_restart else summary(ratios),
+            ]
+        )
+    head = (
+        "job, median (least to most)",
+        "loss to the next new iteration, s",
+        "loss to found, s",
+        "new workers",
+        "a restart takes times as long",
+    )
+    print("\n".join(table_lines(head, rows)))
 
 
 def summary(values: Sequence[float]) -> str:
