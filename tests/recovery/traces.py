@@ -14,6 +14,7 @@ import fcntl
 import functools
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,10 @@ class _Recorder:
     """
 
     def __init__(self, path: Path) -> None:
-        self.turn = functools.partial(turn, path)
+        self._path = path
+        # held in turns of this process, and by a thread that obeys an order: a process
+        # that stops in a turn of another thread would keep the turn
+        self._acts = threading.Lock()
         self._generation = 0
         self._supervisor_pid = 0
 
@@ -90,6 +94,11 @@ class _Recorder:
             else self._rank
         )
 
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[Say]:
+        with self._acts, turn(self._path) as say:
+            yield say
+
     def wrap_all(self) -> None:
         wrap(
             Generations,
@@ -98,6 +107,7 @@ class _Recorder:
         )
         wrap(Supervisor, "run", self._supervise)
         wrap(StatusPage, "join", self._join)
+        wrap(StatusPage, "enter", self._enter)
         wrap(Session, "iteration_started", self._iteration_started)
         wrap(Session, "update_applied", self._update_applied)
         wrap(StepState, "prepare", self._prepare)
@@ -115,6 +125,10 @@ class _Recorder:
     def _join(self, call: Any, page: StatusPage, generation: int) -> None:
         self._generation = generation
         call(page, generation)
+
+    def _enter(self, call: Any, page: StatusPage, *point: Any) -> None:
+        with self._acts:
+            call(page, *point)
 
     def _iteration_started(self, call: Any, session: Session, iteration: int) -> None:
         call(session, iteration)
