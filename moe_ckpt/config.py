@@ -1029,6 +1029,12 @@ class RuntimeConfig:
     sick_place: str
     """Action at a sick place, one of `SICK_PLACES`."""
 
+    standby: bool | str
+    """Whether a process of each rank waits, warm, to replace the rank's worker.
+
+    auto: on GPUs that keep `run_elastic.STANDBY_LEAVES_BYTES` of free memory.
+    """
+
     etcd: str
     """HOST:PORT,... of an etcd cluster that keeps the job's store; empty: none.
 
@@ -1086,6 +1092,7 @@ class RuntimeConfig:
 
     def __post_init__(self) -> None:
         require_switch("runtime.guard", self.guard)
+        require_switch("runtime.standby", self.standby)
         require_choice("runtime.backend", self.backend, BACKENDS)
         ten_beats_s = 0.5
         require_all_at_least(

@@ -29,10 +29,7 @@ import torch.distributed as dist
 from moe_ckpt.agent import agent_pid
 from moe_ckpt.config import require
 from moe_ckpt.elastic.checked_store import CheckedStore
-from moe_ckpt.elastic.failures import (
-    reserve_failure,
-    take_failure,
-)
+from moe_ckpt.elastic.failures import reserve_failure, take_failure, text_of
 from moe_ckpt.elastic.generations import (
     FENCED,
     NODE_REPLACED,
@@ -54,6 +51,7 @@ from moe_ckpt.elastic.supervisor import (
     Supervisor,
     SupervisorHooks,
     SupervisorLimits,
+    complain,
     start_beside,
 )
 from moe_ckpt.elastic.torchrun import (
@@ -86,6 +84,11 @@ from moe_ckpt.supervised_rank import (
     servers_of,
 )
 
+STANDBY_LEAVES_BYTES = 2 << 30
+"""Free memory of a GPU, beside training and a process that waits, without which no
+process waits under `runtime.standby=auto`. Training may still grow by as much.
+"""
+
 # a new connection to a busy store may take seconds
 _REPORT_S = 10.0
 _PRINT_S = 1.0
@@ -102,7 +105,7 @@ def run_elastic(
     work: Callable[[Worker], int],
     *,
     beside: Callable[[SupervisedRank], None] = lambda _: None,
-    warm_up: Callable[[], None] = lambda: None,
+    warm_up: Callable[[], bool] = lambda: False,
 ) -> int:
     """Supervise a rank until the job is done or has failed.
 
@@ -113,7 +116,8 @@ def run_elastic(
             exception that is a fault of the hardware, the supervisor replaces the
             process. A MoeCkptError is printed as one message.
         beside: May start processes that live at most as long as the supervisor.
-        warm_up: The generic first work of a worker, for processes that wait for a rank.
+        warm_up: The generic first work of a worker, for processes that wait to become
+            one. Returns whether the device is a GPU.
 
     Returns:
         The exit status.
@@ -150,13 +154,17 @@ def run_elastic(
     # all workers share the imports: garbage collection must not touch these pages
     gc.freeze()
     if not runtime.spare_nodes:
-        return _supervise(job, launch, store, work, beside).run()
+        return _supervise(job, launch, store, work, beside, warm_up).run()
     return run_with_spares(
         job,
         launch,
-        lambda taken: _supervise(job, taken.launch, store, work, beside, taken),
+        lambda taken: _supervise(
+            job, taken.launch, store, work, beside, warm_up, taken
+        ),
         lambda: WaitingWorker(
-            warm_up, lambda order: begin_waiting(job, launch, work, order)
+            lambda: prepare_standby(warm_up, always=True),
+            lambda order: begin_waiting(job, launch, work, order),
+            start_beside,
         ),
     )
 
@@ -167,6 +175,7 @@ def _supervise(
     store: dist.Store,
     work: Callable[[Worker], int],
     beside: Callable[[SupervisedRank], None],
+    warm_up: Callable[[], bool],
     taken: TakenNode | None = None,
 ) -> Supervisor:
     """Return the supervisor of a rank.
@@ -177,6 +186,7 @@ def _supervise(
         store: The keys of generations.
         work: As in `run_elastic`.
         beside: As in `run_elastic`.
+        warm_up: As in `run_elastic`.
         taken: The node of the rank in a job with spare nodes; else None.
     """
     runtime = job.runtime
@@ -216,6 +226,9 @@ def _supervise(
         if runtime.stop_save_s
         else None,
         begin_waiting=lambda incarnation: begin_first(taken, supervised, incarnation),
+        warm_up=(lambda: prepare_standby(warm_up, always=runtime.standby is True))
+        if runtime.standby
+        else None,
         notice=Path(runtime.notice_file) if runtime.notice_file else None,
         # this node's agent ends as if the node were lost: torchrun keeps the rendezvous
         # open for a spare node
@@ -239,6 +252,36 @@ def _supervise(
         hooks,
         why_again=NODE_REPLACED if replaces else STARTED_AGAIN,
     )
+
+
+def prepare_standby(warm_up: Callable[[], bool], *, always: bool) -> bool:
+    """Warm a process up that is to wait until it becomes a worker.
+
+    Args:
+        warm_up: As in `run_elastic`.
+        always: Whether the process waits in any case. Else the process waits on a GPU
+            that keeps STANDBY_LEAVES_BYTES of free memory: elsewhere a new process
+            starts as fast, or training could lack the memory.
+
+    Returns:
+        Whether the process waits.
+    """
+    if always:
+        warm_up()
+        return True
+    try:
+        if not warm_up():
+            return False
+        free_bytes, _ = torch.cuda.mem_get_info()
+    except RuntimeError as error:  # such as a GPU without memory for another process
+        complain(f"runtime.standby=auto: no process waits: {text_of(error)}")
+        return False
+    if free_bytes < STANDBY_LEAVES_BYTES:
+        complain(
+            f"runtime.standby=auto: no process waits: the GPU would have {free_bytes:,}"
+            f" free bytes left, wanted {STANDBY_LEAVES_BYTES:,}"
+        )
+    return free_bytes >= STANDBY_LEAVES_BYTES
 
 
 def save_and_report(supervised: SupervisedRank, limit_s: float) -> int:

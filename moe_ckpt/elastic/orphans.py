@@ -32,7 +32,7 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def reap_ended(but: Collection[int]) -> set[int]:
+def reap_ended(but: Collection[int]) -> dict[int, int]:
     """Collect the exit statuses of children that have ended.
 
     The collection stops at the first child in `but`.
@@ -41,15 +41,14 @@ def reap_ended(but: Collection[int]) -> set[int]:
         but: Children whose statuses are left for other callers.
 
     Returns:
-        The pids of the collected children.
+        The wait statuses of the collected children, by pid.
     """
-    reaped: set[int] = set()
+    reaped: dict[int, int] = {}
     # WNOWAIT leaves the status of a child in `but` for its own caller
     look = os.WEXITED | os.WNOHANG | os.WNOWAIT
     with contextlib.suppress(ChildProcessError):  # no children
         while (ended := os.waitid(os.P_ALL, 0, look)) and ended.si_pid not in but:
-            os.waitpid(ended.si_pid, 0)
-            reaped.add(ended.si_pid)
+            _, reaped[ended.si_pid] = os.waitpid(ended.si_pid, 0)
     return reaped
 
 

@@ -44,6 +44,7 @@ from moe_ckpt.elastic.sick_place import SickPlaceRules, check_health, reason_of_
 from moe_ckpt.elastic.starvation import Silence, read_threads
 from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.elastic.stopped import StoppedProcesses
+from moe_ckpt.elastic.waiting_worker import WaitingWorker
 from moe_ckpt.errors import StoreLostError
 from moe_ckpt.linux import children_of, signal_name, signals_held
 from moe_ckpt.types import Phase
@@ -52,10 +53,13 @@ _log = logging.getLogger(__name__)
 _WATCH_EVERY_S = 0.05
 _LOOK_FOR_NOTICE_S = 1.0
 _LOOKS_FOR_STOPPED = 4  # in the time for which a process may be stopped
+# by then a worker has the memory that it needs in every iteration
+_STAND_BY_AFTER_ITERS = 2
 # the kernel frees all memory of a killed process in less time, unless a driver or a
 # disk does not answer
 _END_S = 30.0
 _FAILED = 1
+_STANDBY = "process that waits to replace the worker"
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 # not SIGINT, which comes from a user who waits at a terminal
 _GIVES_NOTICE = tuple(number for number in _STOPPING if number != signal.SIGINT)
@@ -114,6 +118,11 @@ class SupervisorHooks:
     begin_waiting: Callable[[int], int | None] = lambda _: None
     """Lets a waiting process become the first worker, with an incarnation, and returns
     its pid; None if there is none.
+    """
+
+    warm_up: Callable[[], bool] | None = None
+    """The generic first work of a process that waits to replace the worker. Returns
+    whether the process then waits. None: no process waits.
     """
 
     notice: Path | None = None
@@ -175,6 +184,9 @@ class Supervisor:
         self._last_failure: Failure | None = None
         self._pid = 0
         self._daemon_pid = 0
+        self._standby: WaitingWorker | None = None
+        self._wants_standby = self._hooks.warm_up is not None
+        self._trains_since: int | None = None  # an iteration
         self._beside: set[int] = set()
         self._incarnation = 0
         self._worker_deaths = _Budget(limits.max_deaths)
@@ -273,6 +285,8 @@ class Supervisor:
     def _own(self) -> set[int]:
         """The children that no worker has started."""
         of_rank = {self._pid, self._daemon_pid}
+        if self._standby:
+            of_rank.add(self._standby.pid)
         # a watcher that this process has started again is its child
         return self._beside | of_rank | set(self._hooks.node_processes())
 
@@ -341,28 +355,92 @@ class Supervisor:
 
     def _spawn(self) -> None:
         self._page.reset()
+        self._trains_since = None
+        # a handler must find the pid of the new worker
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
+        self._pid = self._begin_waiting() or self._fork(
+            lambda: self._worker(self._incarnation)
+        )
+        # from now on not one of the processes that are there before every worker
+        self._beside.discard(self._pid)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
+
+    def _begin_waiting(self) -> int | None:
+        """Let a process that waits become the worker; return its pid, or None."""
+        standby, self._standby = self._standby, None
+        if not standby:
+            # a second call returns None
+            return self._hooks.begin_waiting(self._incarnation)
+        pid = standby.begin(str(self._incarnation))
+        if pid is None:
+            _, status = os.waitpid(standby.pid, 0)
+            self._lose_standby(status)
+        return pid
+
+    def _fork(self, main: Callable[[], int]) -> int:
+        """Fork a process that lives at most as long as this one, and return its pid.
+
+        Args:
+            main: The work of the process. Returns the exit status.
+        """
         # the child has a copy of the buffers, and would write their text again
         sys.stdout.flush()
         sys.stderr.flush()
         supervisor_pid = os.getpid()
-        # a handler must find the pid of the new worker
-        signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
-        # a second call returns None
-        self._pid = self._hooks.begin_waiting(self._incarnation) or os.fork()
-        # from now on not one of the processes that are there before every worker
-        self._beside.discard(self._pid)
-        if self._pid == 0:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
+        pid = os.fork()
+        if pid == 0:
             for number in _STOPPING:
-                # while the signals are blocked: `_stop` would end the worker with a
+                # while the signals are blocked: `_stop` would end the process with a
                 # status, as an error of the program does
                 signal.signal(
                     number,
                     self._user_handler if number == signal.SIGUSR1 else signal.SIG_DFL,
                 )
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
-        if self._pid == 0:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
             die_with_parent(signal.SIGKILL, parent=supervisor_pid)
-            run_and_exit(lambda: self._worker(self._incarnation))
+            run_and_exit(main)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return pid
+
+    def _stand_by(self) -> None:
+        """Start the process that waits to replace the worker, once the worker trains.
+
+        In a recovery the process would compete with the worker for the device.
+        """
+        if self._standby or not self._wants_standby:
+            return
+        assert self._hooks.warm_up is not None
+        if self._page.phase in (Phase.BUILD, Phase.JOIN, Phase.RECOVERY, Phase.DONE):
+            self._trains_since = None
+            return
+        if self._trains_since is None:
+            self._trains_since = self._page.iteration
+        if self._page.iteration - self._trains_since >= _STAND_BY_AFTER_ITERS:
+            self._standby = WaitingWorker(
+                self._hooks.warm_up,
+                lambda incarnation: self._worker(int(incarnation)),
+                self._fork,
+            )
+
+    def _lose_standby(self, status: int) -> None:
+        """Go on without the process that was to replace the worker.
+
+        Args:
+            status: The wait status of the process.
+        """
+        self._standby = self._trains_since = None
+        # one that was killed has a successor; another one would fail or decline, too
+        self._wants_standby = os.WIFSIGNALED(status)
+        if status:
+            how = (
+                f"died of {signal_name(os.WTERMSIG(status))}"
+                if self._wants_standby
+                else "failed: workers are replaced without one"
+            )
+            complain(
+                f"rank {self._global_rank}: the {_STANDBY} (runtime.standby) {how}"
+            )
 
     def _watch(self) -> str | None:
         """Return when the worker is dead, or about to be.
@@ -376,7 +454,11 @@ class Supervisor:
                 self._replace_dead_daemon()
                 # a free pid may become that of a process that a worker leaves, which
                 # must be ended
-                self._beside -= reap_ended({self._pid, self._daemon_pid})
+                reaped = reap_ended({self._pid, self._daemon_pid})
+                self._beside -= reaped.keys()
+                if self._standby and self._standby.pid in reaped:
+                    self._lose_standby(reaped[self._standby.pid])
+                self._stand_by()
                 self._heed_notice()
                 self._look_for_stopped()
                 hung = self._hang()
@@ -535,6 +617,8 @@ class Supervisor:
             return
         self._look_for_stopped_s = now_s + self._limits.heartbeat_s / _LOOKS_FOR_STOPPED
         names = {self._daemon_pid: "daemon", **self._hooks.node_processes()}
+        if self._standby:
+            names[self._standby.pid] = _STANDBY
         for pid in self._stopped.look(pid for pid in names if pid):
             complain(
                 f"rank {self._global_rank}: the {names[pid]} (process {pid}) was"
@@ -567,6 +651,9 @@ class Supervisor:
 
     def _free_memory(self, status: int) -> None:
         self._daemon_pid = _end(self._daemon_pid)
+        standby, self._standby = self._standby, None
+        if standby:
+            standby.end()
         self._hooks.free_memory(status)
 
     def _save_last(self) -> None:
@@ -654,7 +741,7 @@ def complain(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def run_and_exit(main: Callable[[], int]) -> None:
+def run_and_exit(main: Callable[[], int]) -> NoReturn:
     """Run the work of a forked process, and end the process.
 
     None of the parent's code may run in the forked process.

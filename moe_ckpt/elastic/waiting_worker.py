@@ -1,8 +1,10 @@
-"""A worker that waits for its rank: forked, warm, and without state.
+"""A process that waits to become a worker: forked, warm, and without state.
 
-A supervisor that stands by starts such a process. The process does the generic first
-work of a worker, such as the start of the device, and then waits in a read. Owns: this
-process until it has a rank. Must not: know ranks, or read variables of a rank.
+A supervisor on a spare machine starts such a process, which may get any rank of a node.
+With `runtime.standby` the supervisor of each rank starts one, too, which replaces the
+rank's worker. The process does the generic first work of a worker, such as the start of
+the device, and then waits in a read. Owns: this process until it is a worker. Must not:
+know ranks, or read variables of a rank.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import os
 import signal
 from collections.abc import Callable
 
-from moe_ckpt.elastic.supervisor import start_beside
+from moe_ckpt.elastic.orphans import GRACE_S, watching
 from moe_ckpt.linux import is_alive
 
 _FAILED = 1
@@ -22,22 +24,29 @@ class WaitingWorker:
     """Starts a process that waits to become a worker.
 
     Args:
-        warm_up: The generic first work.
+        warm_up: The generic first work. Returns whether the process then waits; else
+            the process ends with status 0.
         become: Trains in the process, and returns its exit status. Receives the text
             that the supervisor has passed to `begin`.
+        start: Forks the process for its work, and returns the pid.
 
     Attributes:
+        pid: The process.
         has_begun: Whether the process was told to become a worker.
     """
 
     def __init__(
-        self, warm_up: Callable[[], None], become: Callable[[str], int]
+        self,
+        warm_up: Callable[[], bool],
+        become: Callable[[str], int],
+        start: Callable[[Callable[[], int]], int],
     ) -> None:
         read_end, write_end = os.pipe()
 
         def wait() -> int:
             os.close(write_end)
-            warm_up()
+            if not warm_up():
+                return 0
             with os.fdopen(read_end) as order:
                 # a line: other processes may have inherited the writing end
                 text = order.readline()
@@ -45,7 +54,7 @@ class WaitingWorker:
             return become(text) if text else _FAILED
 
         self.has_begun = False
-        self._pid = start_beside(wait)
+        self.pid = start(wait)
         os.close(read_end)
         self._write_end = write_end
 
@@ -64,11 +73,19 @@ class WaitingWorker:
             os.fdopen(self._write_end, "w") as pipe,
         ):
             pipe.write(order + "\n")
-        return self._pid if is_alive(self._pid) else None
+        return self.pid if is_alive(self.pid) else None
 
     def end(self) -> None:
-        """End the process, which has no work yet."""
+        """End the process, which has no work yet.
+
+        A process that the kernel cannot end within GRACE_S seconds is left to end
+        later.
+        """
         os.close(self._write_end)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGKILL)
-        os.waitpid(self._pid, 0)
+        with (
+            contextlib.suppress(ProcessLookupError, ChildProcessError),
+            watching([self.pid]) as ended,
+        ):
+            os.kill(self.pid, signal.SIGKILL)
+            if ended(GRACE_S):
+                os.waitpid(self.pid, 0)

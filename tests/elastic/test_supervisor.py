@@ -6,6 +6,7 @@ The supervisors and workers are real processes.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
 import signal
@@ -586,6 +587,139 @@ def test_memory_is_freed_once_no_process_uses_it(
         rank.tell(end)
     assert rank.exit_status() == status
     assert (rank.folder / "freed").read_text() == f"{status}, daemon is dead"
+
+
+def supervisor_with_standby(
+    connection: Connection, folder: str, limits: SupervisorLimits, ends: str = ""
+) -> None:
+    """Supervise with a process that waits to replace the worker.
+
+    Args:
+        connection: As for `supervisor_main`.
+        folder: As for `supervisor_main`. The pids of processes that wait are added to
+            the file `waiting`.
+        limits: As for `supervisor_main`.
+        ends: How a process ends instead of waiting, `declines` or `fails`; empty: it
+            waits.
+    """
+
+    def warm_up() -> bool:
+        with (Path(folder) / "waiting").open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        if ends == "fails":
+            raise RuntimeError("CUDA error: out of memory")
+        return not ends
+
+    supervisor_main(connection, folder, limits, SupervisorHooks(warm_up=warm_up))
+
+
+def started_to_wait(rank: Guarded) -> list[int]:
+    """Return the pids of all processes that were started to replace workers."""
+    file = rank.folder / "waiting"
+    return [int(pid) for pid in file.read_text().split()] if file.exists() else []
+
+
+def train_until_one_waits(rank: Guarded, number: int, first: int = 7) -> int:
+    """Let the worker begin iterations until a process waits, and return its pid.
+
+    Args:
+        rank: The rank.
+        number: How many processes were started to wait by then.
+        first: The first iteration.
+    """
+    iterations = itertools.count(first)
+
+    def train() -> bool:
+        rank.do(methodcaller("enter", Phase.FORWARD, next(iterations)))
+        return len(started_to_wait(rank)) >= number
+
+    wait_until(train)
+    pids = started_to_wait(rank)
+    assert len(pids) == number
+    return pids[-1]
+
+
+def look_while(rank: Guarded, phase: Phase) -> None:
+    """Let the supervisor look several times while iterations are in a phase."""
+    until_s = time.monotonic() + 1.0
+    iterations = itertools.count(7)
+
+    def go_on() -> bool:
+        rank.do(methodcaller("enter", phase, next(iterations)))
+        return time.monotonic() > until_s
+
+    wait_until(go_on)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_process_that_waits_replaces_the_worker_and_gets_a_successor(
+    supervised, number: signal.Signals
+) -> None:
+    rank = supervised(supervisor_with_standby)
+    for incarnation in range(3):
+        assert rank.incarnation == incarnation
+        rank.do(methodcaller("join", rank.generations.current()))
+        waiting = train_until_one_waits(rank, incarnation + 1, 100 * incarnation)
+        rank.kill_worker(number)
+        rank.meet_worker()
+        assert rank.worker_pid == waiting
+    rank.tell(return_three)
+    assert rank.exit_status() == 3
+
+
+def test_no_process_waits_before_the_worker_trains(supervised) -> None:
+    """A replacement that recovers has the device for itself."""
+    rank = supervised(supervisor_with_standby)
+    rank.do(join_first_generation)
+    look_while(rank, Phase.RECOVERY)
+    rank.kill_worker()
+    rank.meet_worker()
+    assert (rank.incarnation, started_to_wait(rank)) == (1, [])
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [(return_zero, 0), (fail, 1), (signal.SIGTERM, 128 + signal.SIGTERM)],
+)
+def test_a_process_that_waits_ends_with_the_job(
+    supervised, stack: ExitStack, end: Act | signal.Signals, status: int
+) -> None:
+    rank = supervised(supervisor_with_standby)
+    waiting = Watch(stack, train_until_one_waits(rank, 1))
+    if isinstance(end, signal.Signals):
+        os.kill(rank.supervisor_pid, end)
+    else:
+        rank.tell(end)
+    assert rank.exit_status() == status
+    waiting.wait_for_end(WAIT_S)
+
+
+def test_a_process_that_waits_and_is_killed_has_a_successor(supervised) -> None:
+    rank = supervised(supervisor_with_standby)
+    os.kill(train_until_one_waits(rank, 1), signal.SIGKILL)
+    wait_until(lambda: "(runtime.standby) died of SIGKILL" in rank.said())
+    second = train_until_one_waits(rank, 2, 100)
+    rank.kill_worker()
+    rank.meet_worker()
+    assert rank.worker_pid == second
+
+
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [("declines", ""), ("fails", "failed: workers are replaced without one")],
+)
+def test_a_process_that_cannot_wait_is_not_started_again(
+    supervised, ends: str, said: str
+) -> None:
+    rank = supervised(functools.partial(supervisor_with_standby, ends=ends))
+    waiting = train_until_one_waits(rank, 1)
+    wait_until(lambda: not is_alive(waiting))
+    rank.kill_worker()
+    rank.meet_worker()
+    look_while(rank, Phase.FORWARD)
+    assert started_to_wait(rank) == [waiting]
+    assert rank.worker_pid != waiting
+    assert said in rank.said()
 
 
 class FinishesMeanwhile(Generations):

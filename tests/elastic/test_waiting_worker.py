@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_ckpt.elastic.supervisor import start_beside
 from moe_ckpt.elastic.waiting_worker import WaitingWorker
 from moe_ckpt.linux import is_alive
 from tests.harness.gloo.workers import wait_until
@@ -24,7 +25,11 @@ def start(folder: Path) -> WaitingWorker:
         (folder / "order").write_text(order)
         return 7
 
-    return WaitingWorker(lambda: (folder / "warm").touch(), become)
+    def warm_up() -> bool:
+        (folder / "warm").touch()
+        return True
+
+    return WaitingWorker(warm_up, become, start_beside)
 
 
 def test_it_warms_up_and_ends_as_the_worker_that_it_becomes(tmp_path: Path) -> None:
@@ -47,14 +52,15 @@ def test_it_warms_up_and_ends_as_the_worker_that_it_becomes(tmp_path: Path) -> N
 def test_one_that_has_died_becomes_nothing(
     warm_up_fails: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def warm_up() -> None:
+    def warm_up() -> bool:
         (tmp_path / "written").write_text(str(os.getpid()))
         (tmp_path / "written").rename(tmp_path / "pid")
         if warm_up_fails:
             raise RuntimeError("CUDA error: out of memory")
         os.kill(os.getpid(), signal.SIGKILL)
+        return True
 
-    waiting = WaitingWorker(warm_up, lambda _: 0)
+    waiting = WaitingWorker(warm_up, lambda _: 0, start_beside)
     wait_until(lambda: (tmp_path / "pid").exists())
     pid = int((tmp_path / "pid").read_text())
     wait_until(lambda: not is_alive(pid))
@@ -64,5 +70,12 @@ def test_one_that_has_died_becomes_nothing(
 
 
 def test_one_that_is_not_needed_ends(tmp_path: Path) -> None:
-    start(tmp_path).end()
+    waiting = start(tmp_path)
+    waiting.end()
+    assert not is_alive(waiting.pid)
     assert not (tmp_path / "order").exists()
+
+
+def test_one_that_declines_ends_without_an_order() -> None:
+    waiting = WaitingWorker(lambda: False, lambda _: 0, start_beside)
+    assert os.waitpid(waiting.pid, 0)[1] == 0
