@@ -54,7 +54,10 @@ LAYOUT = ParallelLayout(pp=1, dp=2, ep=2, tp=1)
 
 
 def build():
-    """Build groups, model, optimizer and schedule of this rank, without other ranks."""
+    """Build groups, model, optimizer and schedule of this rank.
+
+    Each rank calls this function alone. The groups connect later, when all ranks meet.
+    """
     parallel_state.initialize_model_parallel(
         expert_model_parallel_size=LAYOUT.ep,
         create_gloo_process_groups=False,

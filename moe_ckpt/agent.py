@@ -1,8 +1,8 @@
 """The agent that started this process, and the end of this process with it.
 
-Owns: the pid of torchrun's agent at the start of this process; once the agent has
-ended, the kernel reports another parent. Must not: import slow modules, because this
-module runs before them.
+Owns: the pid of torchrun's agent. The pid is read at the start of this process, because
+the kernel reports another parent once the agent has ended. Must not: import slow
+modules, because this module runs before them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def agent_pid() -> int:
 
 
 def end_with_agent() -> None:
-    """Let the kernel end this process when the agent is gone.
+    """Let the kernel send this process SIGTERM when the agent ends.
 
-    If the agent is already gone, this process ends at once.
+    If the agent has already ended, this process gets SIGTERM at once.
     """
     die_with_parent(signal.SIGTERM, parent=agent_pid())
 

@@ -1,8 +1,8 @@
 """The interface to collective communication, and torch's implementation.
 
-Every method but `send` and `receive` is collective over the group. The engine calls
-`torch.distributed` nowhere else, so the ranks of a job can also be threads of one
-process.
+Every method but `send` and `receive` is collective over the group. `engine/` calls
+`torch.distributed` only through this module, so the ranks of a job can also be threads
+of one process.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _OPERATIONS = {
 class Ranks(Protocol):
     """One rank's connection to the ranks of its group.
 
-    Tensors are on the device on which the group communicates. Ranks are counted within
-    the group. Every method raises PeersLostError if a rank of the group is lost.
+    Ranks are counted within the group. Every method raises PeersLostError if a rank of
+    the group is lost.
     """
 
     @property
@@ -44,7 +44,12 @@ class Ranks(Protocol):
         ...
 
     def reduce(self, tensor: torch.Tensor, operation: Reduction) -> None:
-        """Replace the tensor on all ranks by the element-wise reduction."""
+        """Replace the tensor on all ranks by the element-wise reduction.
+
+        Args:
+            tensor: A tensor on the device on which the group communicates.
+            operation: The reduction.
+        """
         ...
 
     def gather(self, value: T) -> list[T]:
@@ -60,11 +65,21 @@ class Ranks(Protocol):
         ...
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
-        """Send to one rank, which receives a tensor of the same shape and type."""
+        """Send to one rank, which receives a tensor of the same shape and type.
+
+        Args:
+            tensor: A tensor in host memory.
+            rank: The rank that receives the tensor.
+        """
         ...
 
     def receive(self, tensor: torch.Tensor, rank: int) -> None:
-        """Overwrite the tensor with the next tensor that `rank` sends to this rank."""
+        """Overwrite the tensor with the next tensor that `rank` sends to this rank.
+
+        Args:
+            tensor: A tensor in host memory.
+            rank: The rank that sends.
+        """
         ...
 
     def confirm(self) -> None:

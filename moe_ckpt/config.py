@@ -446,6 +446,14 @@ class HostMemoryConfig(SavingConfig):
         )
 
 
+POPULARITIES = ("hard", "soft", "decayed")
+"""Measures of an expert's popularity.
+
+`hard`: tokens. `soft`: the gate's probabilities, over all experts. `decayed`: tokens
+with a decaying weight of the past.
+"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MoevementConfig(HostMemoryConfig):
     """`ckpt=moevement`: sparse snapshots every iteration, and localized recovery.
@@ -492,11 +500,7 @@ class MoevementConfig(HostMemoryConfig):
     """
 
     popularity: str
-    """Measure that orders experts: `hard`, `soft` or `decayed`.
-
-    `hard`: tokens. `soft`: the gate's probabilities, over all experts. `decayed`:
-    tokens with a decaying weight of the past.
-    """
+    """Measure that orders experts, one of `POPULARITIES`."""
 
     popularity_decay: float
     """Weight of the past against one iteration; for `popularity` decayed."""
@@ -539,7 +543,7 @@ class MoevementConfig(HostMemoryConfig):
             reorder_change=0,
             keep_windows=1,
         )
-        require_choice("ckpt.popularity", self.popularity, ["hard", "soft", "decayed"])
+        require_choice("ckpt.popularity", self.popularity, POPULARITIES)
         for name in ("popularity_decay", "reorder_share"):
             require(
                 0.0 <= getattr(self, name) <= 1.0,

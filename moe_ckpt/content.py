@@ -30,7 +30,7 @@ def file_identity(path: Path) -> str:
     size_bytes = path.stat().st_size
     content = xxhash.xxh3_128()
     with path.open("rb") as file:
-        for start, end in _counted(size_bytes):
+        for start, end in _hashed_blocks(size_bytes):
             file.seek(start)
             content.update(file.read(end - start))
     return f"{size_bytes} bytes, {content.hexdigest()}"
@@ -68,12 +68,12 @@ def mapped_identity(*parts: memoryview) -> str:
             # Python cannot cast an empty view
             continue
         flat = part.cast("B")
-        for start, end in _counted(flat.nbytes):
+        for start, end in _hashed_blocks(flat.nbytes):
             content.update(flat[start:end])
     return f"{sum(part.nbytes for part in parts)} bytes, {content.hexdigest()}"
 
 
-def _counted(size_bytes: int) -> Iterator[tuple[int, int]]:
+def _hashed_blocks(size_bytes: int) -> Iterator[tuple[int, int]]:
     """Yield the starts and ends of the blocks that are hashed."""
     if size_bytes <= WHOLE_BYTES:
         yield 0, size_bytes

@@ -63,7 +63,7 @@ Batches = Callable[[int], Iterator[Any]]
 AfterIteration = Callable[[int, float], None]
 """Called with the number and the loss of an iteration."""
 
-_OF_COURSE = ("model", "num_micro_batches", "micro_batch_size", "sequence_length")
+_COURSE_FIELDS = ("model", "num_micro_batches", "micro_batch_size", "sequence_length")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,7 +184,8 @@ def train_elastic(
 
     Args:
         config: The settings.
-        build: Builds groups, model and optimizer in each worker, without other ranks.
+        build: Builds groups, model and optimizer. Each worker calls this function
+            alone; the groups connect later, when all ranks meet.
         forward_step: The forward step of Megatron's schedules.
         batches: Yields this rank's micro-batches of an iteration. The micro-batches
             must depend on the iteration alone, because a replay reads the iteration
@@ -264,7 +265,7 @@ class OwnLoop:
         config, state = self._config, self._iteration.state
         inputs = _identities(config.inputs)
         settings = (
-            {name: getattr(config, name) for name in _OF_COURSE}
+            {name: getattr(config, name) for name in _COURSE_FIELDS}
             | settings_of_optimizer(state)
             | inputs
         )

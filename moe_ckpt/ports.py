@@ -83,9 +83,10 @@ class Policy(Protocol):
         """Return the plan for the state after `iteration` optimizer steps.
 
         Each generation builds its policy anew. The first plan takes all operators in
-        one slot, unless all ranks keep a window of the last generation; then the next
-        window follows that one. Each window takes each operator in full once, and in
-        all slots before that its compute weight.
+        one slot. A policy may leave this snapshot out if `measure().kept_since` is
+        not None: all ranks then keep a window of the last generation. If a window has
+        several slots, each operator is in full in one slot, and its compute weight is
+        in all slots before that one.
 
         Args:
             iteration: Number of optimizer steps.

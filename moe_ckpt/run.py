@@ -135,7 +135,7 @@ def _work(settings: RunSettings, loop: Loop, worker: Worker) -> int:
     attachment = loop.attach(joined, settings)
     status = run_program(settings.command)
     joined.retire()
-    wanted = f"a program that calls {loop.entry}: nothing was protected"
+    wanted = f"a program that calls {loop.entry_function}: nothing was protected"
     require(
         bool(status) or attachment.has_trained, "SCRIPT", settings.command.name, wanted
     )

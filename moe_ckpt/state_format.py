@@ -20,11 +20,12 @@ MASTER_FORMATS = ("fp32", "fp16", "remainder", "fp8")
 """Formats of master weights."""
 
 DERIVING_MASTERS = ("fp32", "fp8")
-"""Formats of stored master weights whose rounding is the compute weight.
+"""Formats of master weights from which the compute weight follows, by rounding.
 
-An FP16 master is itself rounded, from the value from which the compute weight was
-rounded. A remainder is no value without the compute weight. An FP8 master belongs to
-the reference optimizer, which rounds the stored one.
+fp32: the optimizer rounds the stored master. fp8: so does the reference optimizer on a
+CPU, the only one that stores such masters. Not fp16: the optimizer rounds stored master
+and compute weight from one FP32 value, which is not stored. Not remainder: a remainder
+is no value without the compute weight.
 """
 
 FP8_RECIPES = ("tensorwise", "blockwise", "delayed")
@@ -38,7 +39,8 @@ MOMENT_FORMATS = ("fp32", "bf16", "fp16", "fp8")
 class StateFormat:
     """Formats of a parameter's compute weight, master weight and moments.
 
-    FP8 and FP16 states have FP32 scales.
+    Master weights and moments in FP8 or FP16 have FP32 scales, and so have compute
+    weights in FP8.
     """
 
     compute: str

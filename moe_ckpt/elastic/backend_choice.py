@@ -27,7 +27,7 @@ def backend_kind(wanted: str, *, on_gpu: bool, share_gpus: bool = False) -> str:
         share_gpus: `runtime.share_gpus`.
 
     Returns:
-        `nccl`, `gloo` or `staged`.
+        One of `BACKENDS` other than `AUTO`.
 
     Raises:
         ConfigError: The backend cannot carry all tensors of a training on these
@@ -68,7 +68,7 @@ def gpu_index(
         ConfigError: The node has no GPU for the rank, and ranks may not share GPUs.
     """
     wanted = (
-        f"staged for {local_rank + 1} or more ranks on {num_gpus} GPUs, or"
+        f"{STAGED} for {local_rank + 1} or more ranks on {num_gpus} GPUs, or"
         " runtime.share_gpus=true for a test: NCCL refuses to share one, and each"
         " process needs to see all GPUs of its node"
     )
@@ -167,18 +167,15 @@ def open_backend(
         ConfigError: The backend is unknown, or does not fit the devices.
     """
     require_choice("runtime.backend", kind, BACKENDS)
-    match backend_kind(kind, on_gpu=on_gpu, share_gpus=share_gpus):
-        case "nccl":
-            return NcclBackend()
-        case "staged":
-            return staged_backend(
-                torch.device("cuda", torch.cuda.current_device())
-                if on_gpu
-                else torch.device("cpu")
-            )
-        case "gloo":
-            return GlooBackend()
-        case unknown:
-            raise AssertionError(
-                f"{unknown} is in BACKENDS, and no backend here serves it"
-            )
+    chosen = backend_kind(kind, on_gpu=on_gpu, share_gpus=share_gpus)
+    if chosen == NCCL:
+        return NcclBackend()
+    if chosen == GLOO:
+        return GlooBackend()
+    if chosen == STAGED:
+        return staged_backend(
+            torch.device("cuda", torch.cuda.current_device())
+            if on_gpu
+            else torch.device("cpu")
+        )
+    raise AssertionError(f"{chosen} is in BACKENDS, and no backend here serves it")

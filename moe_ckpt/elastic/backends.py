@@ -217,7 +217,7 @@ class Backend(Protocol):
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class _Made:
+class _GlooGroup:
     """A gloo group, recorded before its first socket is opened."""
 
     sockets: LoopSockets = field(default_factory=LoopSockets)
@@ -265,7 +265,7 @@ class GlooBackend:
         self.sends_gloo_frames = True
         self.completes_when_cut = False
         self.closing_s: float | None = 0.5
-        self._made: list[_Made] = []
+        self._made: list[_GlooGroup] = []
 
     def begin(self, kept: Collection[Any] = ()) -> None:
         # the event loops of other groups end with these groups
@@ -298,7 +298,7 @@ class GlooBackend:
         # each group has its own device: if groups share a device that connects late,
         # gloo takes connected pairs of one group for pairs of another
         is_late = self.connects_late(size)
-        made = _Made()
+        made = _GlooGroup()
         self._made.append(made)
         options._devices = made.sockets.add(
             functools.partial(_open_devices, lazy_init=is_late)

@@ -54,7 +54,7 @@ _ENVIRONMENT = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Made:
+class _NcclGroup:
     """A group of the generation."""
 
     backend: Any
@@ -93,7 +93,7 @@ class NcclBackend:
         self._nccl = _open_nccl()
         self._lock = threading.Lock()
         self._sockets = GenerationSockets()
-        self._made: list[_Made] = []
+        self._made: list[_NcclGroup] = []
         self._aborts: list[threading.Thread] = []  # of the groups in `_made`, in order
         self._num_being_made = 0
         self._is_formed = True
@@ -137,7 +137,7 @@ class NcclBackend:
         with self._making(), torch.cuda.device(self.device):
             backend.eager_connect_single_device(self.device)
             backend._set_default_timeout(timedelta(seconds=operation_s))
-            made = _Made(
+            made = _NcclGroup(
                 backend=backend,
                 group=group_of(
                     backend, store, self.device, dist.ProcessGroup.BackendType.NCCL
@@ -256,7 +256,7 @@ class NcclBackend:
                 if self._is_formed and not self._num_being_made:
                     self._sockets.formed()
 
-    def _abort(self, made: _Made, limit_s: float) -> None:
+    def _abort(self, made: _NcclGroup, limit_s: float) -> None:
         """Abort a group once no thread begins an operation of the group.
 
         The generation is over, so no later operation begins.
@@ -346,7 +346,7 @@ def _configure_nccl() -> None:
     )
 
 
-def _drain(device: torch.device, made: list[_Made]) -> None:
+def _drain(device: torch.device, made: list[_NcclGroup]) -> None:
     """Wait for all streams of a device; then drop the groups.
 
     After an abort, only this wait proves that no kernel writes any more. The groups'

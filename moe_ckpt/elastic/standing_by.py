@@ -67,7 +67,10 @@ class OwnMachine:
         )
 
     def stands_by(self) -> bool:
-        """Return whether another machine is the node with this machine's number."""
+        """Return whether this machine is no node now.
+
+        The machine is a spare one, or another machine has become its node.
+        """
         node = self._launch.node
         return node >= self._num_nodes or self._board.holder(node) not in (
             "",  # the job begins

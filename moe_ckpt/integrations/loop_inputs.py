@@ -1,7 +1,8 @@
 """Content identities of the files that a loop's settings name.
 
-All processes of a rank must read the same contents. Owns: finding files in the values
-of settings. Must not: know a loop.
+All ranks, and all processes of a rank, must read the same contents: all ranks compare
+the identities at each join (`engine.inputs`). Owns: finding files in the values of
+settings, by the forms in which loops name files. Must not: know the settings of a loop.
 """
 
 from __future__ import annotations

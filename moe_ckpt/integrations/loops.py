@@ -50,7 +50,7 @@ class Loop(ABC):
         modules: The modules of the loop whose functions an attachment replaces.
     """
 
-    entry: str
+    entry_function: str
     """The function that a script calls to train, for an error."""
 
     module: str
@@ -96,7 +96,7 @@ class Loop(ABC):
 class MegatronLm(Loop):
     """Megatron-LM's loop."""
 
-    entry, module = "megatron.training's pretrain", "megatron_lm"
+    entry_function, module = "megatron.training's pretrain", "megatron_lm"
 
     def use_cpu(self) -> bool:
         from moe_ckpt.integrations import loop_cpu  # noqa: PLC0415 - seconds of imports
@@ -117,7 +117,7 @@ class MegatronLm(Loop):
 class MegatronBridge(Loop):
     """Megatron-Bridge's loop."""
 
-    entry, module = "megatron.bridge's pretrain", "megatron_bridge"
+    entry_function, module = "megatron.bridge's pretrain", "megatron_bridge"
 
     def use_cpu(self) -> bool:
         from moe_ckpt.integrations import loop_cpu  # noqa: PLC0415
@@ -142,7 +142,7 @@ class MegatronBridge(Loop):
 class MsSwift(Loop):
     """ms-swift's Megatron trainer."""
 
-    entry, module = "ms-swift's MegatronTrainer.train", "ms_swift"
+    entry_function, module = "ms-swift's MegatronTrainer.train", "ms_swift"
 
     def use_cpu(self) -> bool:
         from moe_ckpt.standins import gpu  # noqa: PLC0415 - seconds of imports

@@ -1,9 +1,9 @@
 """Transfers between pipeline stages: a `P2PCommunicator` for Megatron's schedules.
 
-Owns: counting and logging sent tensors, measuring waits for neighbours, and, in a
-replay, giving the schedule the logged tensors of neighbours in place of received
-tensors. Every schedule calls `_communicate` for every transfer, so one override
-suffices. Must not: keep or fetch logs.
+Owns: counting and logging sent tensors, measuring waits for neighbours (*bubbles*),
+and, in a replay, giving the schedule the logged tensors of neighbours in place of
+received tensors. Every schedule calls `_communicate` for every transfer, so one
+override suffices. Must not: keep or fetch logs.
 """
 
 from __future__ import annotations

@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from moe_ckpt.config import POPULARITIES
 from moe_ckpt.types import IntArray
 
 Array = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.float64] | IntArray
-KINDS = ("hard", "soft", "decayed")
 
 
 def accumulate(
@@ -27,13 +27,13 @@ def accumulate(
     their own counts and sum the results later. MoEvement, section 3.5 and Appendix B.
 
     Args:
-        kind: One of `KINDS`.
+        kind: One of `POPULARITIES`.
         so_far: The popularity before the iteration, one value per expert, of any shape.
         hard: The tokens routed to each expert in the iteration.
         soft: The sum of each expert's gating probabilities in the iteration.
         decay: The weight of `so_far` for kind `decayed`; other kinds ignore the value.
     """
-    assert kind in KINDS, kind
+    assert kind in POPULARITIES, kind
     if kind == "decayed":
         return decay * so_far + (1.0 - decay) * hard
     return so_far + (soft if kind == "soft" else hard)
@@ -44,7 +44,7 @@ def carried_over(kind: str, popularity: Array) -> Array:
 
     Kind `decayed` carries a copy of the average so far; other kinds start from zeros.
     """
-    assert kind in KINDS, kind
+    assert kind in POPULARITIES, kind
     return popularity.copy() if kind == "decayed" else np.zeros_like(popularity)
 
 

@@ -81,7 +81,9 @@ class PlannedSnapshot:
     """Choice of the window or of the interval. None: nothing was chosen here."""
 
     experts: ChosenExperts | None = None
-    """Experts of a partial snapshot. None: another kind of snapshot."""
+    """Experts of a partial snapshot, set by `sim.partial`. None: another kind of
+    snapshot.
+    """
 
     pause_iters: int = 0
     """Iterations without a snapshot after the window."""
@@ -196,7 +198,7 @@ class SnapshotPattern:
 
 def probe_policy(
     policy: Policy,
-    begin: GenerationStart,
+    start: GenerationStart,
     measure: Callable[[MeasuredSoFar | None], Measured],
     describe: Callable[[SlotPlan, float], tuple[int, float]],
     *,
@@ -213,7 +215,7 @@ def probe_policy(
 
     Args:
         policy: The policy.
-        begin: The start of the generation.
+        start: The start of the generation.
         measure: Returns the measurements of the policy.
         describe: Returns the bytes of a snapshot, and its stall in seconds in an
             iteration of a given length (in mean iterations).
@@ -221,16 +223,16 @@ def probe_policy(
         is_fixed: Whether the policy chooses nothing.
     """
     snapshots: list[PlannedSnapshot] = []
-    begins: list[int] = []  # positions in snapshots
+    cycle_starts: list[int] = []  # positions in snapshots
     offset = num_begun = 0
     # a policy is pure: from the same point on, with the same measurements, it gives the
     # same answers
-    while len(begins) < 2:
-        plan = policy.plan(offset, lambda: measure(begin.measured(offset, num_begun)))  # noqa: B023
-        if plan.sparse and (offset > 0 or plan.to_disk or not begin.is_kept):
+    while len(cycle_starts) < 2:
+        plan = policy.plan(offset, lambda: measure(start.measured(offset, num_begun)))  # noqa: B023
+        if plan.sparse and (offset > 0 or plan.to_disk or not start.is_kept):
             choice, so_far = (
                 plan.window or plan.interval,
-                begin.measured(offset, num_begun),
+                start.measured(offset, num_begun),
             )
             is_chosen = (
                 offset > 0
@@ -238,11 +240,12 @@ def probe_policy(
                 and so_far
                 and so_far.num_costs == ENOUGH_WINDOWS
             )
-            repeats = begins or (begin.is_even(offset) and (is_fixed or is_chosen))
+            may_start = start.is_even(offset) and (is_fixed or is_chosen)
+            repeats = cycle_starts or may_start
             if plan.sparse.slot == 0 and repeats and (plan.to_disk or not disk_every):
-                begins.append(len(snapshots))
+                cycle_starts.append(len(snapshots))
             num_begun += plan.sparse.slot == 0
-            size_bytes, stall_s = describe(plan.sparse, begin.length(offset))
+            size_bytes, stall_s = describe(plan.sparse, start.length(offset))
             snapshots.append(
                 PlannedSnapshot(
                     offset=offset,
@@ -256,7 +259,7 @@ def probe_policy(
                 )
             )
         offset += 1
-    first, second = begins
+    first, second = cycle_starts
     return SnapshotPattern(
         tuple(snapshots[:first]),
         tuple(snapshots[first:second]),

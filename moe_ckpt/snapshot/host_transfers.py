@@ -1,9 +1,10 @@
 """Brings device tensors to the host during an iteration with few waits.
 
-Each `.cpu()` makes the host wait once more. Owns: the packing of small tensors into one
-transfer, copies of larger tensors for which the host waits later, and the counts by
-which a test without a GPU checks how often the host waits. Must not: serve snapshots
-(`copier` does).
+For logs, counts of tokens, states of generators and digests, of `moe_ckpt.megatron` and
+of this package. Each `.cpu()` makes the host wait once more. Owns: the packing of small
+tensors into one transfer, copies of larger tensors for which the host waits later, and
+the count of transfers, by which a test without a GPU checks how often the host waits.
+Must not: serve snapshots (`copier` does).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ class HostTransfers:
     """Brings tensors to the host.
 
     Attributes:
-        num_transfers: How often the host has waited for tensors.
+        num_transfers: How often `fetch` has made the host wait. Waits of
+            `PendingCopy.result` are not counted.
     """
 
     def __init__(self) -> None:

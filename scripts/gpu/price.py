@@ -1,5 +1,7 @@
 """Measure the price of checkpoint policies, with jobs that take turns on one machine.
 
+On GPUs, or with `--cpu` on a machine without a GPU.
+
     python scripts/gpu/price.py --out DIR --policy moevement,ckpt.window=4
         --policy gemini [OVERRIDES]
     python scripts/gpu/price.py --out DIR --ranks 2

@@ -8,12 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.policies.expert_popularity import (
-    KINDS,
-    accumulate,
-    carried_over,
-    has_shifted,
-)
+from moe_ckpt.config import POPULARITIES
+from moe_ckpt.policies.expert_popularity import accumulate, carried_over, has_shifted
 
 SO_FAR = np.array([[10.0, 0.0], [2.0, 4.0]])
 HARD = np.array([[20, 0], [1, 3]])
@@ -41,7 +37,7 @@ def test_an_iteration_adds_what_its_kind_counts(
     assert after.tolist() == expected
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "decayed"])
+@pytest.mark.parametrize("kind", [kind for kind in POPULARITIES if kind != "decayed"])
 def test_a_window_starts_from_zero(kind: str) -> None:
     assert carried_over(kind, SO_FAR).tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
@@ -53,7 +49,7 @@ def test_an_average_goes_on_through_windows_in_an_array_of_its_own() -> None:
 
 
 @given(
-    kind=st.sampled_from(KINDS),
+    kind=st.sampled_from(POPULARITIES),
     ranks=st.lists(st.tuples(TOKENS, TOKENS, TOKENS), min_size=1, max_size=4),
 )
 def test_ranks_may_accumulate_and_sum_later(

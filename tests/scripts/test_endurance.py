@@ -28,11 +28,16 @@ def used(**changes: int) -> Used:
     )
 
 
-def sample(zombies: int = 0, memory_files: int = 90, **changes: int) -> Sample:
+def sample(
+    zombies: int = 0, memory_files: int = 90, memory_bytes: int = MIB, **changes: int
+) -> Sample:
     """Return a sample in which the daemon's resources have some changes."""
     by_kind = {kind: used(**changes) if kind == "daemon" else used() for kind in KINDS}
     return Sample(
-        by_kind=by_kind, zombies=zombies, memory_files=memory_files, memory_bytes=MIB
+        by_kind=by_kind,
+        zombies=zombies,
+        memory_files=memory_files,
+        memory_bytes=memory_bytes,
     )
 
 
@@ -85,8 +90,20 @@ def test_a_run_that_uses_now_more_and_now_less_breaks_no_promise() -> None:
             lambda number: sample(memory_files=number),
             "memory_files grew from at most 3 to at least 9",
         ),
+        (
+            lambda number: sample(memory_bytes=number * MIB),
+            f"memory_bytes grew from at most {3 * MIB} to at least {9 * MIB}",
+        ),
     ],
-    ids=["files", "threads", "sockets", "memory", "zombies", "shared memory"],
+    ids=[
+        "files",
+        "threads",
+        "sockets",
+        "memory",
+        "zombies",
+        "files in shared memory",
+        "shared memory",
+    ],
 )
 def test_a_leak_is_named(sample_at: Callable[[int], Sample], says: str) -> None:
     [broken] = broken_promises(endured(sample_at), END, 12)

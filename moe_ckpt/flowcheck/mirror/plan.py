@@ -1,8 +1,9 @@
-"""Gradients of an iteration that a checkpoint server takes from mirrored frames.
+"""Positions of an iteration's gradients in the traffic of a mirror port.
 
-Values and their JSON form. Owns: the offset of each parameter's gradient in the buckets
-that a group reduces. Must not: depend on Megatron or torch. FlowCheck, sections 4 and
-6.1.
+A rank sends these positions with the update of an iteration. By the positions a
+checkpoint server finds, in mirrored frames, the gradients that the rank does not send.
+Owns: the positions as values, and their JSON form. Must not: hold gradients, or depend
+on Megatron or torch. FlowCheck, sections 4 and 6.1.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class MirroredSums:
     """All-reduces of one group in one iteration."""
 
     group: str
-    """Name of the group in the mark, in hex."""
+    """Name of the group in hex, as in the mark that begins its stream (`marks.py`)."""
 
     size: int
     """Number of ranks in the group."""
@@ -70,13 +71,15 @@ class BucketOffset:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mirrored:
-    """Gradients of an update that servers capture."""
+    """Positions of the gradients of an update that servers capture."""
 
     groups: tuple[MirroredSums, ...]
     """All-reduces of each group."""
 
     offsets: tuple[BucketOffset, ...]
-    """Offset of each captured gradient, in the order of the header."""
+    """Offset of each captured gradient, in the order in which the header of the state's
+    snapshot lists the parts that take a step.
+    """
 
     def to_json(self) -> Any:
         """Return a value of JSON, which `from_json` reads."""
