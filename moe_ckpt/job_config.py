@@ -91,7 +91,8 @@ class JobConfig:
         """Whether a supervisor replaces a rank's worker.
 
         Raises:
-            ConfigError: `runtime.guard` and the policy exclude each other.
+            ConfigError: `runtime.guard` and the policy exclude each other, or another
+                setting needs a supervisor.
         """
         guard, in_memory = self.runtime.guard, self.ckpt.in_memory
         spare_nodes = self.runtime.spare_nodes
@@ -105,4 +106,7 @@ class JobConfig:
         require(not is_pointless, "runtime.guard", guard, wanted)
         wanted = "0 without supervisors: a spare node takes snapshots from memory"
         require(not spare_nodes, "runtime.spare_nodes", spare_nodes, wanted)
+        standby = self.runtime.standby
+        wanted = "auto or false without supervisors"
+        require(standby is not True, "runtime.standby", standby, wanted)
         return False

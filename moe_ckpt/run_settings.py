@@ -115,6 +115,9 @@ class RunSettings:
         spare_nodes = self.job.runtime.spare_nodes if self.is_plain else 0
         wanted = "0 without supervisors: a spare node would train with --plain"
         require(not spare_nodes, "runtime.spare_nodes", spare_nodes, wanted)
+        standby = self.job.runtime.standby if self.is_plain else False
+        wanted = "auto or false with --plain, which is without supervisors"
+        require(standby is not True, "runtime.standby", standby, wanted)
 
 
 def parse_run(arguments: Sequence[str]) -> RunSettings:

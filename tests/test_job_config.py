@@ -20,6 +20,7 @@ from tests.loop_configs import loop_config
 
 RUNTIME: dict[str, Any] = {
     "guard": True,
+    "standby": True,
     "backend": "staged",
     "share_gpus": True,
     "heartbeat_s": 6.0,
@@ -182,6 +183,16 @@ def test_spare_nodes_without_supervisors_are_refused() -> None:
     with pytest.raises(ConfigError, match=wanted):
         parse_run(["--plain", "--set", "runtime.spare_nodes=1", "--", "train.py"])
     assert job_of("moevement", "auto", spare_nodes=1).is_supervised
+
+
+def test_waiting_processes_without_supervisors_are_refused() -> None:
+    wanted = r"^runtime\.standby: got True, wanted auto or false"
+    with pytest.raises(ConfigError, match=f"{wanted} without supervisors"):
+        _ = job_of("dense", "auto", standby=True).is_supervised
+    with pytest.raises(ConfigError, match=f"{wanted} with --plain"):
+        parse_run(["--plain", "--set", "runtime.standby=true", "--", "train.py"])
+    assert job_of("moevement", "auto", standby=True).is_supervised
+    assert not job_of("dense", "auto", standby="auto").is_supervised
 
 
 def test_an_attached_loop_has_supervisors_unless_it_is_plain() -> None:
