@@ -34,7 +34,7 @@ def start_node_process(
     agent_pid: int,
     prepare: Callable[[], AbstractContextManager[Main]],
 ) -> None:
-    """Start a process unless the node has one of this name.
+    """Start a process unless the node has one of this name, or its agent has ended.
 
     The process holds signals: a scheduler sends signals to all processes of a job. Call
     from a process with one thread.
@@ -46,12 +46,17 @@ def start_node_process(
         prepare: Called once no other process can start one of this name. Returns the
             work, in a context in which the calling process has what the work inherits.
     """
-    with (
-        contextlib.suppress(BlockingIOError),
-        locked(root / name, wait=False),
-        prepare() as main,
-    ):
-        _fork(root, name, agent_pid, main)
+    try:
+        with (
+            contextlib.suppress(BlockingIOError),
+            locked(root / name, wait=False),
+            prepare() as main,
+        ):
+            _fork(root, name, agent_pid, main)
+    except (FileNotFoundError, ProcessLookupError):
+        # the folder is deleted once the agent has ended
+        if is_alive(agent_pid):
+            raise
 
 
 def node_process(root: Path, name: str) -> int | None:

@@ -186,6 +186,7 @@ class Supervisor:
         self._daemon_pid = 0
         self._standby: WaitingWorker | None = None
         self._wants_standby = self._hooks.warm_up is not None
+        self._standby_deaths = 0  # since one became the worker
         self._trains_since: int | None = None  # an iteration
         self._beside: set[int] = set()
         self._incarnation = 0
@@ -375,6 +376,8 @@ class Supervisor:
         if pid is None:
             _, status = os.waitpid(standby.pid, 0)
             self._lose_standby(status)
+        else:
+            self._standby_deaths = 0
         return pid
 
     def _fork(self, main: Callable[[], int]) -> int:
@@ -430,14 +433,19 @@ class Supervisor:
             status: The wait status of the process.
         """
         self._standby = self._trains_since = None
-        # one that was killed has a successor; another one would fail or decline, too
-        self._wants_standby = os.WIFSIGNALED(status)
+        self._standby_deaths += 1
+        was_killed = os.WIFSIGNALED(status)
+        # after a failure, or a decision not to wait, another one would do the same;
+        # kills that go on may be those of a machine without memory
+        self._wants_standby = (
+            was_killed and self._standby_deaths < self._limits.max_deaths
+        )
         if status:
-            how = (
-                f"died of {signal_name(os.WTERMSIG(status))}"
-                if self._wants_standby
-                else "failed: workers are replaced without one"
-            )
+            how = "failed"
+            if was_killed:
+                how = f"died of {signal_name(os.WTERMSIG(status))}"
+            if not self._wants_standby:
+                how += ": workers are replaced without one"
             complain(
                 f"rank {self._global_rank}: the {_STANDBY} (runtime.standby) {how}"
             )

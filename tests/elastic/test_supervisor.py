@@ -704,6 +704,20 @@ def test_a_process_that_waits_and_is_killed_has_a_successor(supervised) -> None:
     assert rank.worker_pid == second
 
 
+def test_a_process_that_waits_and_is_killed_again_and_again_has_no_successor(
+    supervised,
+) -> None:
+    rank = supervised(supervisor_with_standby, max_deaths=2)
+    for number in (1, 2):
+        os.kill(train_until_one_waits(rank, number, 100 * number), signal.SIGKILL)
+        wait_until(lambda n=number: rank.said().count("died of SIGKILL") == n)
+    look_while(rank, Phase.FORWARD)
+    assert len(started_to_wait(rank)) == 2
+    assert "died of SIGKILL: workers are replaced without one" in rank.said()
+    rank.kill_worker()
+    rank.meet_worker()
+
+
 @pytest.mark.parametrize(
     ("ends", "said"),
     [("declines", ""), ("fails", "failed: workers are replaced without one")],

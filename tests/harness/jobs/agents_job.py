@@ -150,9 +150,10 @@ class AgentsJob:
         """Kill all processes of a rank's node at once, and delete the node's memory."""
         memory = Path(self.worker(rank).memory).parent
         pids = _with_descendants(self.agent_of(rank))
-        # all are stopped first, so that no process acts on the death of another
-        for number in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in pids:
+        # all are stopped first, so that no process acts on the death of another. The
+        # agent dies last: the kernel lets stopped processes of its group go on then
+        for number, order in ((signal.SIGSTOP, pids), (signal.SIGKILL, pids[::-1])):
+            for pid in order:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
         shutil.rmtree(memory, ignore_errors=True)
