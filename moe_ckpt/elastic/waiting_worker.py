@@ -15,7 +15,6 @@ import signal
 from collections.abc import Callable
 
 from moe_ckpt.elastic.orphans import GRACE_S, watching
-from moe_ckpt.linux import is_alive
 
 _FAILED = 1
 
@@ -65,15 +64,16 @@ class WaitingWorker:
             order: What `become` receives, with a newline; a text without one.
 
         Returns:
-            The pid of the process; None if the process has died.
+            The pid of the process; None if the process had died before.
         """
         self.has_begun = True
-        with (
-            contextlib.suppress(BrokenPipeError),
-            os.fdopen(self._write_end, "w") as pipe,
-        ):
-            pipe.write(order + "\n")
-        return self.pid if is_alive(self.pid) else None
+        # not by a look at the process: it may have become a worker, and have ended
+        try:
+            with os.fdopen(self._write_end, "w") as pipe:
+                pipe.write(order + "\n")
+        except BrokenPipeError:
+            return None
+        return self.pid
 
     def end(self) -> None:
         """End the process, which has no work yet.
