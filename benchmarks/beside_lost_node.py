@@ -197,7 +197,8 @@ class OtherJob:
         lost_unix_s = time.time()
         signal_all(lost, signal.SIGSTOP)
         if not is_frozen:
-            signal_all(lost, signal.SIGKILL)
+            # the oldest last: the kernel lets stopped processes of its group go on then
+            signal_all(lost[::-1], signal.SIGKILL)
         if is_replaced:
             self.start_node(LOST_NODE)
 

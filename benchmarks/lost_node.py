@@ -172,11 +172,10 @@ class Job:
         pids = [agent, *descendants_of(agent), *_of_node(Path(worker.memory).parent)]
         before = self.newest()
         lost_unix_s = time.time()
-        for number in (
-            (signal.SIGSTOP,) if is_silent else (signal.SIGSTOP, signal.SIGKILL)
-        ):
-            signal_all(pids, number)
+        signal_all(pids, signal.SIGSTOP)
         if not is_silent:
+            # the agent last: the kernel lets stopped processes of its group go on then
+            signal_all(pids[::-1], signal.SIGKILL)
             shutil.rmtree(Path(worker.memory).parent, ignore_errors=True)
         self.wait_for(lambda: self.newest() > before + 1, "a new iteration")
         signal_all(pids, signal.SIGKILL)

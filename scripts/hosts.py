@@ -202,9 +202,10 @@ def lose(*lost: int) -> None:
     """
     pids = [pid for host in lost for pid in processes_of(host)]
     memory = [path for pid in pids for path in _MEMORY.glob(f"moe_ckpt-{pid}-*")]
-    # all are stopped first, so that no process acts on the death of another
-    for number in (signal.SIGSTOP, signal.SIGKILL):
-        _signal_each(pids, number)
+    # all are stopped first, so that no process acts on the death of another. The
+    # youngest die first: the kernel lets a stopped group go on once its oldest has died
+    _signal_each(pids, signal.SIGSTOP)
+    _signal_each(pids[::-1], signal.SIGKILL)
     for path in memory:
         shutil.rmtree(path, ignore_errors=True)
 
