@@ -51,6 +51,7 @@ from lost_node import Job, signal_all, summary
 from rich.console import Console
 
 from launcher.markdown_table import table_lines
+from launcher.proc import kill_at_once
 from moe_ckpt.events import IterationCommitted, StageRecovered, StateDigest
 from moe_ckpt.linux import environment_of
 
@@ -195,10 +196,10 @@ class OtherJob:
         """
         lost = self._processes_of(LOST_NODE)
         lost_unix_s = time.time()
-        signal_all(lost, signal.SIGSTOP)
-        if not is_frozen:
-            # the oldest last: the kernel lets stopped processes of its group go on then
-            signal_all(lost[::-1], signal.SIGKILL)
+        if is_frozen:
+            signal_all(lost, signal.SIGSTOP)
+        else:
+            kill_at_once(lost)
         if is_replaced:
             self.start_node(LOST_NODE)
 

@@ -39,6 +39,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from launcher.markdown_table import table_lines  # noqa: E402
+from launcher.proc import kill_at_once  # noqa: E402
 from moe_ckpt.elastic.live_workers import read_written  # noqa: E402
 from moe_ckpt.events import (  # noqa: E402
     IterationCommitted,
@@ -172,10 +173,10 @@ class Job:
         pids = [agent, *descendants_of(agent), *_of_node(Path(worker.memory).parent)]
         before = self.newest()
         lost_unix_s = time.time()
-        signal_all(pids, signal.SIGSTOP)
-        if not is_silent:
-            # the agent last: the kernel lets stopped processes of its group go on then
-            signal_all(pids[::-1], signal.SIGKILL)
+        if is_silent:
+            signal_all(pids, signal.SIGSTOP)
+        else:
+            kill_at_once(pids)
             shutil.rmtree(Path(worker.memory).parent, ignore_errors=True)
         self.wait_for(lambda: self.newest() > before + 1, "a new iteration")
         signal_all(pids, signal.SIGKILL)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 
 from moe_ckpt.linux import thread_states
 
@@ -16,6 +17,20 @@ _LOOK_EVERY_S = 0.05
 def stands_still(pid: int) -> bool:
     """Return whether every thread of a process is stopped or gone."""
     return all(state in "TtZX" for state in thread_states(pid))
+
+
+def kill_at_once(pids: Sequence[int]) -> None:
+    """Kill processes so that none of them acts on the death of another.
+
+    Args:
+        pids: The processes, parents before children.
+    """
+    # all are stopped first. The parents die last: with the process that leads a group,
+    # the kernel lets stopped processes of the group go on
+    for number, order in ((signal.SIGSTOP, pids), (signal.SIGKILL, pids[::-1])):
+        for pid in order:
+            with contextlib.suppress(ProcessLookupError):  # the process has ended
+                os.kill(pid, number)
 
 
 def end_session(process: subprocess.Popen[bytes], *, within_s: float = 20.0) -> None:

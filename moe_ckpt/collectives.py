@@ -253,6 +253,7 @@ def reduce_extremes(
 
 def send_buffers(ranks: Ranks, buffers: Sequence[torch.Tensor], rank: int) -> None:
     """Send flat uint8 tensors of any sizes to a rank that calls `receive_buffers`."""
+    # the number and the sizes come first: sequences may differ in length
     ranks.send(torch.tensor([len(buffers)]), rank)
     if buffers:
         ranks.send(torch.tensor([buffer.numel() for buffer in buffers]), rank)
@@ -267,8 +268,7 @@ def receive_buffers(
 
     Args:
         ranks: The ranks.
-        rank: The rank that sends. The sizes come first, as sequences may differ in
-            length.
+        rank: The rank that sends.
         pinned: Whether the tensors are in pinned memory.
     """
     count = torch.zeros(1, dtype=torch.int64)
@@ -289,7 +289,6 @@ def _outcome(compute: Callable[[], T]) -> tuple[T | None, str | None]:
     """Return the value, or the reason why there is none."""
     try:
         return compute(), None
-    # kept, not raised: the other ranks are about to enter the collective, and would
-    # wait for this rank
+    # kept, not raised: the other ranks would wait for this rank in the collective
     except (OSError, MoeCkptError) as error:
         return None, str(error)

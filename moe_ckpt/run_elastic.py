@@ -276,12 +276,13 @@ def prepare_standby(warm_up: Callable[[], bool], *, always: bool) -> bool:
     except RuntimeError as error:  # such as a GPU without memory for another process
         complain(f"runtime.standby=auto: no process waits: {text_of(error)}")
         return False
-    if free_bytes < STANDBY_LEAVES_BYTES:
-        complain(
-            f"runtime.standby=auto: no process waits: the GPU would have {free_bytes:,}"
-            f" free bytes left, wanted {STANDBY_LEAVES_BYTES:,}"
-        )
-    return free_bytes >= STANDBY_LEAVES_BYTES
+    if free_bytes >= STANDBY_LEAVES_BYTES:
+        return True
+    complain(
+        f"runtime.standby=auto: no process waits: the GPU would have {free_bytes:,}"
+        f" free bytes left, wanted {STANDBY_LEAVES_BYTES:,}"
+    )
+    return False
 
 
 def save_and_report(supervised: SupervisedRank, limit_s: float) -> int:

@@ -24,6 +24,7 @@ from moe_ckpt.elastic.generation_sockets import LoopSockets
 from moe_ckpt.elastic.rendezvous_store import PollingStore, meet
 
 _log = logging.getLogger(__name__)
+
 MOST_CONNECTED = 16
 """The largest gloo group whose ranks all connect while the group forms. Pipelines have
 fewer ranks, so their transfers never wait for a connection.
@@ -321,9 +322,8 @@ class GlooBackend:
         # loops that watch them
         pass
 
-    # no lock: a cut of gloo frees no group
     def launching(self, inside: Any) -> contextlib.AbstractContextManager[object]:  # noqa: ARG002
-        return _UNHELD
+        return _UNHELD  # no lock: a cut of gloo frees no group
 
     def discard(self, num_open: int = 0) -> None:
         pass  # gloo begins operations at once and holds none back
@@ -337,8 +337,8 @@ class GlooBackend:
     def failure(self) -> str | None:
         return None  # the wait for the operation raises its failure
 
-    # no limit is needed: shut-down sockets end waits at once
     def cut(self, limit_s: float, spared: Collection[Any] = ()) -> None:  # noqa: ARG002
+        # no limit is needed: shut-down sockets end waits at once
         for made in tuple(self._made):
             if not made.is_one_of(spared):
                 made.sockets.shut_down()

@@ -41,6 +41,7 @@ from moe_ckpt.elastic.generations import (
 from moe_ckpt.elastic.orphans import adopt_orphans, end_orphans, reap_ended, watching
 from moe_ckpt.elastic.process_failure import Death, FaultClass
 from moe_ckpt.elastic.sick_place import SickPlaceRules, check_health, reason_of_deaths
+from moe_ckpt.elastic.standby import Standby
 from moe_ckpt.elastic.starvation import Silence, read_threads
 from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.elastic.stopped import StoppedProcesses
@@ -53,8 +54,6 @@ _log = logging.getLogger(__name__)
 _WATCH_EVERY_S = 0.05
 _LOOK_FOR_NOTICE_S = 1.0
 _LOOKS_FOR_STOPPED = 4  # in the time for which a process may be stopped
-# by then a worker has the memory that it needs in every iteration
-_STAND_BY_AFTER_ITERS = 2
 # the kernel frees all memory of a killed process in less time, unless a driver or a
 # disk does not answer
 _END_S = 30.0
@@ -184,10 +183,13 @@ class Supervisor:
         self._last_failure: Failure | None = None
         self._pid = 0
         self._daemon_pid = 0
-        self._standby: WaitingWorker | None = None
-        self._wants_standby = self._hooks.warm_up is not None
-        self._standby_deaths = 0  # since one became the worker
-        self._trains_since: int | None = None  # an iteration
+        self._standby = Standby(
+            self._start_waiting if self._hooks.warm_up else None,
+            limits.max_deaths,
+            lambda how: complain(
+                f"rank {global_rank}: the {_STANDBY} (runtime.standby) {how}"
+            ),
+        )
         self._beside: set[int] = set()
         self._incarnation = 0
         self._worker_deaths = _Budget(limits.max_deaths)
@@ -286,7 +288,7 @@ class Supervisor:
     def _own(self) -> set[int]:
         """The children that no worker has started."""
         of_rank = {self._pid, self._daemon_pid}
-        if self._standby:
+        if self._standby.pid:
             of_rank.add(self._standby.pid)
         # a watcher that this process has started again is its child
         return self._beside | of_rank | set(self._hooks.node_processes())
@@ -356,29 +358,25 @@ class Supervisor:
 
     def _spawn(self) -> None:
         self._page.reset()
-        self._trains_since = None
         # a handler must find the pid of the new worker
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
-        self._pid = self._begin_waiting() or self._fork(
-            lambda: self._worker(self._incarnation)
+        self._pid = (
+            self._standby.begin(self._incarnation)
+            # a second call returns None
+            or self._hooks.begin_waiting(self._incarnation)
+            or self._fork(lambda: self._worker(self._incarnation))
         )
         # from now on not one of the processes that are there before every worker
         self._beside.discard(self._pid)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
 
-    def _begin_waiting(self) -> int | None:
-        """Let a process that waits become the worker; return its pid, or None."""
-        standby, self._standby = self._standby, None
-        if not standby:
-            # a second call returns None
-            return self._hooks.begin_waiting(self._incarnation)
-        pid = standby.begin(str(self._incarnation))
-        if pid is None:
-            _, status = os.waitpid(standby.pid, 0)
-            self._lose_standby(status)
-        else:
-            self._standby_deaths = 0
-        return pid
+    def _start_waiting(self) -> WaitingWorker:
+        assert self._hooks.warm_up is not None
+        return WaitingWorker(
+            self._hooks.warm_up,
+            lambda incarnation: self._worker(int(incarnation)),
+            self._fork,
+        )
 
     def _fork(self, main: Callable[[], int]) -> int:
         """Fork a process that lives at most as long as this one, and return its pid.
@@ -406,50 +404,6 @@ class Supervisor:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return pid
 
-    def _stand_by(self) -> None:
-        """Start the process that waits to replace the worker, once the worker trains.
-
-        In a recovery the process would compete with the worker for the device.
-        """
-        if self._standby or not self._wants_standby:
-            return
-        assert self._hooks.warm_up is not None
-        if self._page.phase in (Phase.BUILD, Phase.JOIN, Phase.RECOVERY, Phase.DONE):
-            self._trains_since = None
-            return
-        if self._trains_since is None:
-            self._trains_since = self._page.iteration
-        if self._page.iteration - self._trains_since >= _STAND_BY_AFTER_ITERS:
-            self._standby = WaitingWorker(
-                self._hooks.warm_up,
-                lambda incarnation: self._worker(int(incarnation)),
-                self._fork,
-            )
-
-    def _lose_standby(self, status: int) -> None:
-        """Go on without the process that was to replace the worker.
-
-        Args:
-            status: The wait status of the process.
-        """
-        self._standby = self._trains_since = None
-        self._standby_deaths += 1
-        was_killed = os.WIFSIGNALED(status)
-        # after a failure, or a decision not to wait, another one would do the same;
-        # kills that go on may be those of a machine without memory
-        self._wants_standby = (
-            was_killed and self._standby_deaths < self._limits.max_deaths
-        )
-        if status:
-            how = "failed"
-            if was_killed:
-                how = f"died of {signal_name(os.WTERMSIG(status))}"
-            if not self._wants_standby:
-                how += ": workers are replaced without one"
-            complain(
-                f"rank {self._global_rank}: the {_STANDBY} (runtime.standby) {how}"
-            )
-
     def _watch(self) -> str | None:
         """Return when the worker is dead, or about to be.
 
@@ -464,9 +418,7 @@ class Supervisor:
                 # must be ended
                 reaped = reap_ended({self._pid, self._daemon_pid})
                 self._beside -= reaped.keys()
-                if self._standby and self._standby.pid in reaped:
-                    self._lose_standby(reaped[self._standby.pid])
-                self._stand_by()
+                self._standby.keep(self._page, reaped)
                 self._heed_notice()
                 self._look_for_stopped()
                 hung = self._hang()
@@ -625,7 +577,7 @@ class Supervisor:
             return
         self._look_for_stopped_s = now_s + self._limits.heartbeat_s / _LOOKS_FOR_STOPPED
         names = {self._daemon_pid: "daemon", **self._hooks.node_processes()}
-        if self._standby:
+        if self._standby.pid:
             names[self._standby.pid] = _STANDBY
         for pid in self._stopped.look(pid for pid in names if pid):
             complain(
@@ -659,9 +611,7 @@ class Supervisor:
 
     def _free_memory(self, status: int) -> None:
         self._daemon_pid = _end(self._daemon_pid)
-        standby, self._standby = self._standby, None
-        if standby:
-            standby.end()
+        self._standby.end()
         self._hooks.free_memory(status)
 
     def _save_last(self) -> None:

@@ -1,10 +1,10 @@
 """A process that waits to become a worker: forked, warm, and without state.
 
-A supervisor on a spare machine starts such a process, which may get any rank of a node.
-With `runtime.standby` the supervisor of each rank starts one, too, which replaces the
-rank's worker. The process does the generic first work of a worker, such as the start of
-the device, and then waits in a read. Owns: this process until it is a worker. Must not:
-know ranks, or read variables of a rank.
+A supervisor on a spare machine starts such a process, which may become a worker of any
+rank. With `runtime.standby` a rank's supervisor starts such a process to replace the
+rank's worker (`standby.py`). The process does the generic first work of a worker, such
+as the start of the device, and then waits in a read. Owns: the process until the
+process is a worker. Must not: know ranks, or read variables of a rank.
 """
 
 from __future__ import annotations

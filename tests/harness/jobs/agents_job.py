@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from launcher.proc import kill_at_once
 from moe_ckpt.elastic.live_workers import LiveWorker, read_written
 from moe_ckpt.events import IterationCommitted, read_events
 from moe_ckpt.linux import descendants_of, parent_of
@@ -149,13 +150,7 @@ class AgentsJob:
     def lose(self, rank: int) -> None:
         """Kill all processes of a rank's node at once, and delete the node's memory."""
         memory = Path(self.worker(rank).memory).parent
-        pids = _with_descendants(self.agent_of(rank))
-        # all are stopped first, so that no process acts on the death of another. The
-        # agent dies last: the kernel lets stopped processes of its group go on then
-        for number, order in ((signal.SIGSTOP, pids), (signal.SIGKILL, pids[::-1])):
-            for pid in order:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
+        kill_at_once(_with_descendants(self.agent_of(rank)))
         shutil.rmtree(memory, ignore_errors=True)
 
     def statuses(self) -> list[int]:
