@@ -200,8 +200,10 @@ def attach(
         wanted,
     )
     if in_memory := ckpt.in_memory:
-        if len(state.model) > 1 and in_memory.boundary_log:
-            # with virtual stages the last stage also sends to the first one
+        has_virtual_stages = len(state.model) > 1
+        if (has_virtual_stages or in_memory.logs_gradients) and in_memory.boundary_log:
+            # with virtual stages the last stage also sends to the first one; logged
+            # gradients lead on without a neighbour's tensors
             in_memory = replace(in_memory, boundary_log=False)
         require_replayable(state, rows=loop.communicator.rows)
         operators = RankOperators(state)
@@ -277,7 +279,14 @@ def _rank_adapter(
             state, num_micro_batches=loop.num_micro_batches, factor=ckpt.capacity_boost
         )
     notes = [boost.note] if boost else []
-    if len(state.model) > 1:
+    step_log_bytes = stage.tied_gradient_bytes + sum(
+        tensor.nbytes for tensor in small_state(state).values()
+    )
+    gradient_bytes = 0
+    if ckpt.logs_gradients:
+        gradient_bytes = operators.gradient_bytes()
+        step_log_bytes += sum(tensor.nbytes for tensor in stage.after_pass().values())
+    elif len(state.model) > 1:
         notes.append(
             "virtual stages: no boundary log, after a fault all stages go back together"
         )
@@ -293,8 +302,8 @@ def _rank_adapter(
         tokens=TokenRate(tokens=tokens, top_k=router_top_k(state)),
         num_micro_batches=loop.num_micro_batches,
         boundary_log_bytes=num_neighbours * loop.num_micro_batches * sent_bytes,
-        step_log_bytes=sum(tensor.nbytes for tensor in small_state(state).values())
-        + stage.tied_gradient_bytes,
+        step_log_bytes=step_log_bytes,
+        gradient_bytes=gradient_bytes,
         tied_gradient_bytes=stage.tied_gradient_bytes,
         boost=boost,
         notes=notes,

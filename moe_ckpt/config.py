@@ -189,6 +189,21 @@ class PolicyConfig:
         return self if isinstance(self, InMemoryConfig) else None
 
     @property
+    def replays(self) -> bool:
+        """Whether recoveries run iterations again whose results have to be the same."""
+        return False
+
+    @property
+    def logs_gradients(self) -> bool:
+        """Whether each rank logs the gradients with which it takes its steps."""
+        return False
+
+    @property
+    def copies_gradients(self) -> bool:
+        """Whether peers keep copies of logged gradients."""
+        return False
+
+    @property
     def keeps_own_copy(self) -> bool:
         """Whether a rank's own replica daemon also keeps copies of the rank's state."""
         return False
@@ -454,11 +469,28 @@ with a decaying weight of the past.
 """
 
 
+REPLAY, GRADIENTS = RECOVERIES = ("replay", "gradients")
+"""Ways to lead on from a window of `ckpt=moevement`.
+
+`replay`: lost stages run iterations again, with logged inputs. `gradients`: lost ranks
+take their steps again, with logged gradients.
+"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MoevementConfig(HostMemoryConfig):
     """`ckpt=moevement`: sparse snapshots every iteration, and localized recovery.
 
     Snapshots are in host memory. MoEvement, section 3.
+    """
+
+    recovery: str
+    """How a recovery leads on from a window, one of `RECOVERIES`."""
+
+    replicate_gradients: bool
+    """Whether peers keep copies of logged gradients; for `recovery` gradients.
+
+    False: after the loss of a node all ranks go back to a window on disk.
     """
 
     window: int | str
@@ -515,7 +547,8 @@ class MoevementConfig(HostMemoryConfig):
     """Whether ranks log the tensors that cross stages, so that a lost stage recovers
     alone.
 
-    False: all stages roll back.
+    False: all stages roll back. Without effect with `recovery` gradients, which needs
+    no such log.
     """
 
     keep_windows: int
@@ -524,8 +557,31 @@ class MoevementConfig(HostMemoryConfig):
     recovers_locally: ClassVar[bool] = True
     asks_popularity: ClassVar[bool] = True
 
+    @property
+    def replays(self) -> bool:
+        return self.recovery == REPLAY
+
+    @property
+    def logs_gradients(self) -> bool:
+        return self.recovery == GRADIENTS
+
+    @property
+    def copies_gradients(self) -> bool:
+        return self.logs_gradients and self.replicate_gradients
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_choice("ckpt.recovery", self.recovery, RECOVERIES)
+        wanted = (
+            f"{REPLAY} with ckpt.paper_exact=true: Algorithm 1 counts compute weights,"
+            " which only a replay needs"
+        )
+        require(
+            self.replays or not self.paper_exact,
+            "ckpt.recovery",
+            self.recovery,
+            wanted,
+        )
         require_auto("ckpt.window", self.window, 1)
         require_auto("ckpt.pause_iters", self.pause_iters, 0)
         require(self.mtbf_s > 0, "ckpt.mtbf_s", self.mtbf_s, "more than 0")

@@ -472,7 +472,10 @@ class StateLost(_IterationEvent):
 
 
 class StageRecovered(_IterationEvent):
-    """Stages have rebuilt the state after `iteration` by a replay from a window."""
+    """Stages have rebuilt the state after `iteration` from a window.
+
+    With `ckpt.recovery=gradients` this rank alone has rebuilt its state.
+    """
 
     window_start: int
     """Iteration of the window's first snapshot."""
@@ -490,7 +493,10 @@ class StageRecovered(_IterationEvent):
     """Bytes that this rank fetched from the logs of neighbouring stages."""
 
     seconds: float
-    """Time of the replay."""
+    """Time of the replay, or of the steps."""
+
+    gradient_steps: int = 0
+    """Number of steps taken again with logged gradients, without any pass."""
 
 
 class ReplayDiffered(_IterationEvent):

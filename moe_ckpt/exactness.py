@@ -11,10 +11,15 @@ iteration again: the outcome would differ.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from moe_ckpt.config import AUTO, CKPT_CONFIGS, CkptConfig, require, require_choice
-from moe_ckpt.faults.schedule import StateLoss
+from moe_ckpt.config import (
+    AUTO,
+    CKPT_CONFIGS,
+    GRADIENTS,
+    REPLAY,
+    CkptConfig,
+    require,
+    require_choice,
+)
 
 BITWISE, STATE = "bitwise", "state"
 SETTING = "run.exactness"
@@ -40,7 +45,6 @@ def require_valid(exactness: str, *, may_be_auto: bool) -> None:
 def require_kept(
     exactness: str,
     ckpt: CkptConfig,
-    losses: Sequence[StateLoss],
     check_determinism: bool | str,
 ) -> None:
     """Refuse settings under which recoveries cannot keep a promise.
@@ -48,7 +52,6 @@ def require_kept(
     Args:
         exactness: The promise.
         ckpt: The policy.
-        losses: Losses of state in living processes, on purpose.
         check_determinism: Whether a pass is run twice to compare gradients.
 
     Raises:
@@ -57,14 +60,7 @@ def require_kept(
     """
     if exactness != STATE:
         return
-    require(
-        not ckpt.recovers_locally, SETTING, exactness, f"{BITWISE} {_why_not(ckpt)}"
-    )
-    wanted = (
-        f"{BITWISE}, or no losses of state (fault=state_loss, run.lose): a replay"
-        " rebuilds such a state"
-    )
-    require(not losses, SETTING, exactness, wanted)
+    require(not ckpt.replays, SETTING, exactness, f"{BITWISE} {_why_not(ckpt)}")
     wanted = (
         f"{AUTO} or false with {SETTING}={STATE}, under which two passes may differ"
     )
@@ -106,7 +102,7 @@ def resolve_exactness(
     name, got, wanted = (
         (SETTING, asked, BITWISE) if option is None else (option, mode, True)
     )
-    require(not ckpt.recovers_locally, name, got, f"{wanted} {_why_not(ckpt)}")
+    require(not ckpt.replays, name, got, f"{wanted} {_why_not(ckpt)}")
     return STATE
 
 
@@ -131,6 +127,7 @@ def _why_not(ckpt: CkptConfig) -> str:
         if not kind.recovers_locally and name != "none"
     ]
     return (
-        f"with ckpt={ckpt.policy}, whose recoveries run iterations again"
-        f" ({SETTING}={STATE} is for {', '.join(others)})"
+        f"with ckpt={ckpt.policy} and ckpt.recovery={REPLAY}, whose recoveries run"
+        f" iterations again ({SETTING}={STATE} is for ckpt.recovery={GRADIENTS}, and"
+        f" for {', '.join(others)})"
     )

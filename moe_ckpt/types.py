@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 
 import numpy as np
@@ -252,6 +252,12 @@ class OperatorTable:
         """Return a table of other operators that shares the bytes of this table."""
         found = copy.copy(self)
         found.operators = operators
+        return found
+
+    def without_compute(self) -> OperatorTable:
+        """Return a table of the same operators whose compute weights take no bytes."""
+        found = copy.copy(self)
+        found.owned = replace(self.owned, compute=np.zeros_like(self.owned.compute))
         return found
 
     def bytes_of(self, partial_state: str) -> IntArray:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, assert_never
+from typing import Any, Protocol, assert_never
 
 from moe_ckpt.config import (
     DIVERGENCES,
@@ -32,6 +32,7 @@ from moe_ckpt.engine.computed_snapshots import (
     ComputedSnapshots,
     NoSink,
 )
+from moe_ckpt.engine.gradient_recovery import GradientRecovery
 from moe_ckpt.engine.in_memory import InMemoryCheckpointing
 from moe_ckpt.engine.in_memory_tier import InMemoryTier
 from moe_ckpt.engine.interfaces import RankAdapter
@@ -40,6 +41,7 @@ from moe_ckpt.engine.measurements import Measurements
 from moe_ckpt.engine.partial_recovery import PartialRecovery
 from moe_ckpt.engine.rank_memory import RankMemory, require_shared_room
 from moe_ckpt.engine.rank_parts import RankParts
+from moe_ckpt.engine.rebuilding import Rebuilding
 from moe_ckpt.engine.snapshot_stores import SnapshotStore
 from moe_ckpt.engine.stage_profiles import SharedProfiles, share_profiles
 from moe_ckpt.engine.stage_recovery import StageRecovery
@@ -175,7 +177,7 @@ class InMemoryAssembly:
         store = SnapshotStore(parts)
         sink = self._computed.sink(parts, self._elastic) if self._elastic else NoSink()
         tier = InMemoryTier(self._config, parts, store, sink)
-        stage_recovery = None if partial else StageRecovery(parts, self._on_divergence)
+        rebuilding = None if partial else self._rebuilding(parts)
         checkpointing = InMemoryCheckpointing(
             parts,
             tier,
@@ -186,8 +188,8 @@ class InMemoryAssembly:
                 tier.lose,
                 self._events,
             ),
-            stage_recovery=stage_recovery,
-            job_recovery=self._job_recovery(parts, store, partial, stage_recovery),
+            rebuilding=rebuilding,
+            job_recovery=self._job_recovery(parts, store, partial, rebuilding),
             notes=[
                 *policy.notes(),
                 *self._adapter.notes,
@@ -243,23 +245,28 @@ class InMemoryAssembly:
             forecast.total_bytes - forecast.snapshots_bytes
         )
 
+    def _rebuilding(self, parts: RankParts) -> Rebuilding[Any]:
+        if self._config.logs_gradients:
+            return GradientRecovery(parts)
+        return StageRecovery(parts, self._on_divergence)
+
     def _job_recovery(
         self,
         parts: RankParts,
         store: SnapshotStore,
         partial: PartialSnapshots | None,
-        stage_recovery: StageRecovery | None,
+        rebuilding: Rebuilding[Any] | None,
     ) -> JobRecovery | None:
         if self._elastic is None:
             return None
         if partial:
             return PartialRecovery(parts, store, partial, self._elastic)
-        assert stage_recovery is not None, "only units are loaded without a replay"
+        assert rebuilding is not None, "only units are loaded as they are"
         computed = self._computed.source(parts, self._elastic)
         return WindowRecovery(
             parts,
-            WindowSources(parts, stage_recovery, self._elastic, computed),
-            stage_recovery,
+            WindowSources(parts, rebuilding, self._elastic, computed),
+            rebuilding,
             self._elastic,
             computed,
             recovers_locally=self._config.recovers_locally,
@@ -292,12 +299,16 @@ class InMemoryAssembly:
 
     def _gather_profiles(self) -> SharedProfiles:
         """Return the profile of every stage. Collective over all ranks."""
+        table = self._adapter.operators.table
+        if self._config.logs_gradients:
+            # a window that is not replayed needs no compute weights
+            table = table.without_compute()
         mine = StageProfile(
-            table=self._adapter.operators.table,
+            table=table,
             boundary_log_bytes=self._adapter.boundary_log_bytes
             if self._config.boundary_log
             else 0,
-            step_log_bytes=self._adapter.step_log_bytes,
+            step_log_bytes=self._adapter.step_log_bytes + self._adapter.gradient_bytes,
         )
         return share_profiles(self._position, mine, self._profiles)
 

@@ -8,11 +8,12 @@ states together (`JobRecovery` does), or know the policy.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from moe_ckpt.engine.in_memory_tier import InMemoryTier
 from moe_ckpt.engine.job_recovery import JobRecovery
 from moe_ckpt.engine.rank_parts import RankParts
-from moe_ckpt.engine.stage_recovery import StageRecovery
+from moe_ckpt.engine.rebuilding import Rebuilding
 from moe_ckpt.engine.state_loss import StateLosses
 
 
@@ -28,7 +29,7 @@ class InMemoryCheckpointing:
         tier: InMemoryTier,
         losses: StateLosses,
         *,
-        stage_recovery: StageRecovery | None,
+        rebuilding: Rebuilding[Any] | None,
         job_recovery: JobRecovery | None,
         notes: Sequence[str],
         require_room: Callable[[], None] = lambda: None,
@@ -54,7 +55,7 @@ class InMemoryCheckpointing:
         Raises ConfigError on all ranks.
         """
 
-        self._stage_recovery = stage_recovery
+        self._rebuilding = rebuilding
 
     def recover_lost_state(self, target_iteration: int, *, undo: bool) -> bool:
         """Recover the state that living processes have lost since the last call.
@@ -79,8 +80,8 @@ class InMemoryCheckpointing:
             self.tier.stop_observing()
         # the copier reads the tensors that the recovery is about to overwrite
         self.tier.finish_snapshot()
-        assert self._stage_recovery is not None, lost
-        self._stage_recovery.recover(lost, target_iteration, undo=undo)
+        assert self._rebuilding is not None, lost
+        self._rebuilding.recover(lost, target_iteration, undo=undo)
         # the loss tears the snapshot in flight: without the torn slot no rank has a
         # complete window
         self.tier.retake(target_iteration)

@@ -158,6 +158,55 @@ class Operators(Protocol):
         """
         ...
 
+    def gradient_pieces(self) -> list[Piece]:
+        """Return the gradients with which this rank's pieces take the next step.
+
+        Returns:
+            Live tensors: unscaled and not clipped, in the type that the optimizer
+            reads.
+
+        Raises:
+            CheckpointSaveError: A piece has no gradient.
+        """
+        ...
+
+    def set_gradients(
+        self, gradients: Mapping[PartKey, torch.Tensor], updated: Collection[str]
+    ) -> None:
+        """Give the optimizer logged gradients for its next step.
+
+        Args:
+            gradients: Tensors in host memory, by the keys of `gradient_pieces`.
+            updated: Names of the operators that take the step; all others do not.
+
+        Raises:
+            CheckpointLoadError: A gradient is missing, or has another size or type.
+        """
+        ...
+
+    def load_own(
+        self,
+        parts: Mapping[PartKey, torch.Tensor],
+        full: Collection[str],
+        adam_steps: Sequence[float],
+    ) -> None:
+        """Write this rank's pieces back, as `load` does, on this rank alone.
+
+        Args:
+            parts: The contents of the pieces.
+            full: Names of operators whose whole state is written.
+            adam_steps: Step count of each inner optimizer.
+        """
+        ...
+
+    def make_whole(self) -> None:
+        """Give each rank all pieces of the state that ranks share. Collective.
+
+        Ranks that have the state keep it. Weights of sharded optimizers are left to
+        `Stage.gather`.
+        """
+        ...
+
     def digests(self) -> Mapping[str, str]:
         """Return a hash of this rank's pieces of each operator, by operator name."""
         ...
@@ -216,6 +265,32 @@ class Stage(Protocol):
             whole_model: Whether all stages replay together.
             before_update: Called before parameters change. Until then `restore_start`
                 can undo the iteration.
+        """
+        ...
+
+    def after_pass(self) -> Mapping[str, torch.Tensor]:
+        """Return the state between pass and step that no snapshot of a step has.
+
+        Returns:
+            Copies on the host: generators, scalers, schedule, and all buffers.
+        """
+        ...
+
+    def step_again(self, record: StepRecord) -> None:
+        """Take the step of an iteration again, on this rank alone.
+
+        The optimizer has the gradients by then. Buffers stay as they are.
+
+        Args:
+            record: The facts of the iteration, with the state after its pass.
+        """
+        ...
+
+    def restore_buffers(self, record: StepRecord) -> None:
+        """Restore the buffers as the pass of an iteration has left them.
+
+        Args:
+            record: The facts of the iteration, with the state after its pass.
         """
         ...
 
@@ -359,6 +434,11 @@ class RankAdapter:
 
     step_log_bytes: int
     """Bytes that each iteration adds to this rank's step log."""
+
+    gradient_bytes: int
+    """Bytes of the gradients with which this rank takes a step. 0 unless the policy
+    logs gradients.
+    """
 
     tied_gradient_bytes: int
     """Bytes of the tied embeddings' gradient in a record of the step log. No other rank

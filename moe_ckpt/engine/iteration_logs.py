@@ -7,6 +7,8 @@ Must not: decide when a window is complete. MoEvement, section 3.3.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from moe_ckpt.config import InMemoryConfig
 from moe_ckpt.engine.rank_parts import RankParts
 from moe_ckpt.types import ReadyGradients, SlotPlan
@@ -21,6 +23,7 @@ class IterationLogs:
     def __init__(self, config: InMemoryConfig, parts: RankParts) -> None:
         self._config = config
         self._stage = parts.adapter.stage
+        self._operators = parts.adapter.operators
         self._memory = parts.memory
         self._noted: int | None = None
         self._longest_iters = 0
@@ -63,8 +66,16 @@ class IterationLogs:
         self._memory.steps.publish_start(iteration)
 
     def add(self, iteration: int, gradients: ReadyGradients) -> None:
-        """Log the facts that the step of the iteration needs."""
-        self._memory.steps.add(self._stage.record(iteration, gradients))
+        """Log the facts that the step of the iteration needs, and its gradients."""
+        record = self._stage.record(iteration, gradients)
+        log = self._memory.gradients
+        if log is not None:
+            record = replace(record, after_pass=self._stage.after_pass())
+            if not gradients.overflow:
+                # before the vote: a rank that dies after the vote has to reach the
+                # iteration
+                log.add(iteration, self._operators.gradient_pieces())
+        self._memory.steps.add(record)
 
     def end_pass(self) -> None:
         """Stop logging.
@@ -105,5 +116,7 @@ class IterationLogs:
 
     def _drop_up_to(self, iteration: int) -> None:
         self._memory.steps.drop_up_to(iteration)
+        if self._memory.gradients is not None:
+            self._memory.gradients.drop(lambda logged: logged <= iteration)
         if self._memory.boundary:
             self._memory.boundary.drop_up_to(iteration)

@@ -31,6 +31,7 @@ from moe_ckpt.snapshot.boundary_log import BoundaryLog
 from moe_ckpt.snapshot.bubbles import PipelineBubbles
 from moe_ckpt.snapshot.capture import SnapshotEngine
 from moe_ckpt.snapshot.copier import HostCopier
+from moe_ckpt.snapshot.gradient_log import GradientLog
 from moe_ckpt.snapshot.step_log import StepLog
 from moe_ckpt.snapshot.token_bucket import Throttle
 from moe_ckpt.snapshot.windows import HostBuffers, PrivateMemory, SnapshotMemory
@@ -66,7 +67,8 @@ class RankMemory:
             snapshots_limit_bytes: Maximum bytes of snapshots. None: no limit.
         """
         private = PrivateMemory(pinned=torch.cuda.is_available())
-        copier = HostCopier(Throttle(config.max_bytes_per_s.host))
+        throttle = Throttle(config.max_bytes_per_s.host)
+        copier = HostCopier(throttle)
         # a copier of its own, without a cap: a tensor for the boundary log takes device
         # memory until the tensor is copied
         log_copier = HostCopier()
@@ -80,7 +82,7 @@ class RankMemory:
         """The rank's folder on the local disk. None if `publisher` is None."""
 
         if elastic:
-            self.publisher = _open_publisher(elastic, copier)
+            self.publisher = _open_publisher(config, elastic, copier)
             self.disk = _open_disk(config, position, elastic, disk_folder)
         # private memory: the boundary log may end with the process, whose stage then
         # replays and logs the sent tensors again
@@ -91,13 +93,18 @@ class RankMemory:
         )
         keeps_log = config.boundary_log and position.num_stages > 1
 
-        self.copiers = (copier, log_copier)
-        """Threads that copy from the device: one for snapshots, under the cap `host`,
-        and one for the boundary log.
+        # a thread of its own: training waits for gradients, and not for the snapshot
+        # that is being copied
+        gradient_copier = HostCopier(throttle) if config.logs_gradients else None
+        gradient_buffers = HostBuffers(shared_or_private)
+
+        self.copiers = tuple(filter(None, (copier, log_copier, gradient_copier)))
+        """Threads that copy from the device: for snapshots and for logged gradients,
+        under the cap `host`, and for the boundary log.
         """
 
-        self.buffers = (log_buffers, snapshot_buffers)
-        """Pools of buffers: of the boundary log, and of snapshots."""
+        self.buffers = (log_buffers, snapshot_buffers, gradient_buffers)
+        """Pools of buffers: of the boundary log, of snapshots, and of gradients."""
 
         self.bubbles = PipelineBubbles() if config.copies_in_bubbles else None
         """Pipeline bubbles that copies of snapshots wait for. None: copies wait for no
@@ -116,6 +123,19 @@ class RankMemory:
 
         self.steps = StepLog(self.publisher)
         """The start and the facts of each logged iteration."""
+
+        self.gradients = (
+            GradientLog(
+                gradient_copier,
+                gradient_buffers,
+                self.publisher,
+                position.identity,
+                position.shard,
+            )
+            if gradient_copier
+            else None
+        )
+        """The gradients of each logged iteration. None: the policy logs none."""
 
         self.boundary = BoundaryLog(log_copier, log_buffers) if keeps_log else None
         """Tensors sent to neighbour stages, by iteration. None: the policy keeps no
@@ -140,6 +160,15 @@ class RankMemory:
         first = None if oldest is None else oldest + 1
         return logged if first is None or logged is None else min(first, logged)
 
+    def drop_logs_after(self, iteration: int) -> None:
+        """Drop the step log and logged gradients of all later iterations.
+
+        A rollback leads to `iteration`, and later iterations run again.
+        """
+        self.steps.drop_after(iteration)
+        if self.gradients is not None:
+            self.gradients.drop(lambda logged: logged > iteration)
+
     def clear(self) -> None:
         """Drop everything.
 
@@ -153,6 +182,8 @@ class RankMemory:
         """Drop snapshots and step log, and give their memory back."""
         self.snapshots.clear()
         self.steps.clear()
+        if self.gradients is not None:
+            self.gradients.drop(lambda _: True)
         for pool in self.buffers:
             pool.free_unused()
 
@@ -165,15 +196,25 @@ class RankMemory:
             kept = self.publisher.adopt()
             self.snapshots.adopt(kept.snapshots)
             self.steps.adopt(kept.starts, kept.records)
+            if self.gradients is not None:
+                self.gradients.adopt(kept.gradients)
 
 
-def _open_publisher(elastic: ElasticContext, copier: HostCopier) -> Publisher:
+def _open_publisher(
+    config: InMemoryConfig, elastic: ElasticContext, copier: HostCopier
+) -> Publisher:
     """Open the memory that outlives this process."""
     # otherwise survivors would join late, after the rest of a copy
     elastic.at_end(copier.throttle.lift)
     folder = BlobFolder(own_path(elastic.memory), pinned=torch.cuda.is_available())
     daemon = elastic.daemon or NoCopies()
-    publisher = Publisher(folder, daemon, elastic.copy_s, elastic.page.wait_for_copies)
+    publisher = Publisher(
+        folder,
+        daemon,
+        elastic.copy_s,
+        elastic.page.wait_for_copies,
+        copies_gradients=config.copies_gradients,
+    )
     elastic.at_end(publisher.waits.interrupt)  # the same for waits for copies to peers
     return publisher
 
@@ -198,6 +239,7 @@ def _open_disk(
             limit_bytes=disk.limit_bytes,
             identity=position.identity,
             shard=position.shard,
+            by_gradients=config.logs_gradients,
         )
         write_save_target(elastic.memory, target)
     return disk

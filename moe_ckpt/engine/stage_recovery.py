@@ -14,7 +14,6 @@ not: decide which stages roll back (`recovery.plan` does) or in which steps
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,36 +23,25 @@ import torch
 from moe_ckpt.collectives import gather_results, receive_buffers, send_buffers
 from moe_ckpt.config import DIVERGENCES
 from moe_ckpt.engine.rank_parts import RankParts
-from moe_ckpt.engine.state_loss import LostStages
+from moe_ckpt.engine.rebuilding import Progress, Rebuilding
 from moe_ckpt.errors import CheckpointLoadError, DataError
-from moe_ckpt.events import CheckpointSkipped, ReplayDiffered, StageRecovered
+from moe_ckpt.events import ReplayDiffered, StageRecovered
 from moe_ckpt.recovery.convert import ReplayStep, plan_conversion
-from moe_ckpt.recovery.inventory import Inventory, ReplayedState, WindowRef
+from moe_ckpt.recovery.inventory import Inventory, ReplayedState
 from moe_ckpt.recovery.plan import RecoveryPlan, Rollback, plan_recovery
+from moe_ckpt.recovery.target import Target
 from moe_ckpt.snapshot.boundary_log import Direction, LoggedEnds
 from moe_ckpt.snapshot.codec import Snapshot
-from moe_ckpt.snapshot.verified_windows import (
-    assignment_of,
-    contents_of,
-    verified_window,
-)
-from moe_ckpt.snapshot.windows import Window
+from moe_ckpt.snapshot.verified_windows import assignment_of, contents_of
 
 _log = logging.getLogger(__name__)
 
 WINDOW, END = DIVERGENCES
 CORRUPT, NOT_DETERMINISTIC = "corrupt memory", "training that is not deterministic"
 
-Progress = Callable[[ReplayedState | None], None]
-"""Receives each state from which an interrupted replay can go on, and None before that
-state changes.
-"""
 
-
-class StageRecovery:
-    """Recovers lost stages, with all ranks of the job present.
-
-    All public methods except `inventory` and `is_intact` are collective over all ranks.
+class StageRecovery(Rebuilding[RecoveryPlan]):
+    """Recovers lost stages by replays.
 
     Args:
         parts: The rank's parts.
@@ -62,119 +50,24 @@ class StageRecovery:
             raises an error.
     """
 
+    by_gradients = False
+
     def __init__(self, parts: RankParts, on_divergence: str = WINDOW) -> None:
-        self._position = parts.adapter.position
-        self._meter = parts.meter
-        self._stage = parts.adapter.stage
-        self._operators = parts.adapter.operators
-        self._memory = parts.memory
-        self._events = parts.events
+        super().__init__(parts)
         self._on_divergence = on_divergence
 
-    def recover(self, lost: LostStages, target: int, *, undo: bool) -> None:
-        """Bring all ranks to the state after the target iteration.
-
-        All processes live, but some have lost state.
-
-        Args:
-            lost: The stages that have lost state.
-            target: The iteration to reach.
-            undo: Whether a later iteration had begun and is abandoned. Healthy ranks
-                then restore the state that this iteration changed.
-
-        Raises:
-            CheckpointLoadError: The remaining sources do not lead to the target or,
-                with `on_divergence=end`, a replay shows that a healthy rank's state
-                differs from the result of its own steps. Raised on all ranks.
-            DataError: A replay has read other samples than before. Raised on all ranks.
-        """
-        # before `carry_out` takes digests of healthy ranks: these must be digests of
-        # the target, which a replay has to reach
-        if undo and not lost.mine:
-            self._stage.restore_start(
-                self._memory.steps.start(target + 1), undo=target + 1
-            )
-        has_log = self._memory.boundary is not None
-
-        def plan_from(inventories: Sequence[Inventory]) -> RecoveryPlan:
-            plan = plan_recovery(
-                lost.stages, inventories, target_iteration=target, boundary_log=has_log
-            )
-            if plan.target_iteration != target:
-                raise CheckpointLoadError(
-                    f"nothing leads to iteration {target}: {'; '.join(plan.lines())}"
-                )
-            return plan
-
-        plan = self.intact_plan(target, plan_from)
-        self.carry_out(plan, live=not lost.mine)
-        if self._position.shard.global_rank == 0:
-            _log.warning("%s", "; ".join(plan.lines()))
-
-    def inventory(self, target: int | None) -> Inventory:
-        """Return this rank's own sources.
-
-        The contents of the sources are not read: `is_intact` verifies the sources that
-        a plan takes.
-
-        Args:
-            target: The iteration to which windows have to lead. None: any iteration.
-        """
-        boundary = self._memory.boundary
-        refs = [
-            ref
-            for window in self._memory.snapshots.windows()
-            if (ref := self._usable(window, by_headers=True)) is not None
-            and (target is None or ref.end <= target)
-        ]
-        last = 0 if target is None else target
-        return Inventory(
-            global_rank=self._position.shard.global_rank,
-            stage=self._position.stage,
-            windows=tuple(refs),
-            held={},
-            logged_from=boundary.complete_from(last) if boundary else last + 1,
-            logged_to=last,
+    def plan(
+        self, target: Target | None, inventories: Sequence[Inventory]
+    ) -> RecoveryPlan:
+        all_stages = frozenset(range(self._position.num_stages))
+        return plan_recovery(
+            target.lost_stages if target else all_stages,
+            inventories,
+            target_iteration=target.iteration if target else None,
+            boundary_log=self._memory.boundary is not None,
         )
 
-    def intact_plan(
-        self,
-        target: int | None,
-        plan_from: Callable[[Sequence[Inventory]], RecoveryPlan],
-    ) -> RecoveryPlan:
-        """Return a plan for which all ranks' own sources are intact. Collective.
-
-        Args:
-            target: The iteration to which sources have to lead. None: any iteration.
-            plan_from: Makes a plan from the inventories of all ranks.
-        """
-        ranks = self._position.ranks
-        while True:
-            plan = plan_from(
-                gather_results(
-                    ranks, lambda: self.inventory(target), CheckpointLoadError
-                )
-            )
-            if all(
-                gather_results(
-                    ranks, functools.partial(self.is_intact, plan), CheckpointLoadError
-                )
-            ):
-                return plan
-
     def is_intact(self, plan: RecoveryPlan, *, has_fetched: bool = False) -> bool:
-        """Verify this rank's sources for a plan, and drop damaged sources.
-
-        After a drop, all ranks take stock and plan again.
-
-        Args:
-            plan: The plan.
-            has_fetched: Whether this rank's window was fetched for the plan, and
-                verified at that time.
-
-        Returns:
-            Whether nothing was damaged.
-        """
         stage, target = self._position.stage, plan.target_iteration
         mine = plan.rollback_of(stage)
         has_window = mine is None or has_fetched or self._has_intact(mine.window_start)
@@ -225,6 +118,9 @@ class StageRecovery:
         if any(differing):  # on any rank: neighbours have to send their logs again
             self._replay_again(plan, mine, differing, progress)
         return 0 if mine is None else target - mine.starts_from
+
+    def _reached(self, first: int) -> int | None:
+        return self._memory.steps.reaches(first)
 
     def _execute(
         self, plan: RecoveryPlan, mine: Rollback | None, progress: Progress
@@ -309,42 +205,6 @@ class StageRecovery:
                 ranks,
                 verdict,
             )
-
-    def _usable(self, window: Window, *, by_headers: bool) -> WindowRef | None:
-        """Check a window of this rank, and drop the window if damaged."""
-        replayable_to = self._memory.steps.reaches(window.start + 1)
-        try:
-            return verified_window(
-                window.snapshots,
-                self._position.identity,
-                self._position.shard,
-                replayable_to,
-                by_headers=by_headers,
-            )
-        except CheckpointLoadError as error:
-            self._events.append(
-                CheckpointSkipped(source=str(window), reason=str(error))
-            )
-            _log.warning("%s cannot be used: %s", window, error)
-            self._memory.snapshots.drop(window.start)
-            return None
-
-    def _has_intact(self, window_start: int) -> bool:
-        """Verify the window of this rank with this start; drop a damaged window."""
-        window = self._window_at(window_start)
-        # None: the window was dropped while another rank's fetch failed; all ranks then
-        # plan with the same inventories
-        return window is not None and self._usable(window, by_headers=False) is not None
-
-    def _window_at(self, start: int) -> Window | None:
-        return next(
-            (
-                window
-                for window in self._memory.snapshots.windows()
-                if window.start == start
-            ),
-            None,
-        )
 
     def _roll_back(self, rollback: Rollback, target: int, progress: Progress) -> int:
         """Load and replay, or continue an earlier replay.

@@ -2,7 +2,7 @@
 
 Owns: the inventory of all ranks, finishing or undoing an interrupted step, and fetching
 lost memory from peers. Must not: decide which stages roll back (`recovery` does), or
-replay (`engine.stage_recovery` does).
+rebuild state (`engine.rebuilding` does).
 
     standings -> target -> finish or undo -> inventories -> plan -> fetch -> verify
     -> carry out
@@ -13,21 +13,21 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from moe_ckpt.collectives import gather_results
 from moe_ckpt.elastic.context import ElasticContext
 from moe_ckpt.engine.computed_snapshots import SnapshotSource
 from moe_ckpt.engine.job_recovery import OnDisks, RecoveredState
 from moe_ckpt.engine.rank_parts import RankParts
-from moe_ckpt.engine.stage_recovery import StageRecovery
+from moe_ckpt.engine.rebuilding import Plan, Rebuilding
 from moe_ckpt.engine.step_state import StepState
 from moe_ckpt.engine.survey import CopySurvey
 from moe_ckpt.engine.window_sources import Fetched, WindowSources
 from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.recovery.inventory import Inventory, ReplayedState
-from moe_ckpt.recovery.plan import RecoveryPlan, after_fetches, plan_recovery
+from moe_ckpt.recovery.plan import after_fetches
 from moe_ckpt.recovery.target import Target
 from moe_ckpt.snapshot.blob_keys import belongs_to
 
@@ -45,7 +45,7 @@ class WindowRecovery:
         self,
         parts: RankParts,
         sources: WindowSources,
-        stage_recovery: StageRecovery,
+        rebuilding: Rebuilding[Any],
         elastic: ElasticContext,
         computed: SnapshotSource,
         *,
@@ -55,7 +55,7 @@ class WindowRecovery:
         self._stage = parts.adapter.stage
         self._memory = parts.memory
         self._sources = sources
-        self._stage_recovery = stage_recovery
+        self._rebuilding = rebuilding
         self.copies = CopySurvey(parts, elastic, computed)
         self._computed = computed
         self._recovers_locally = recovers_locally
@@ -82,25 +82,33 @@ class WindowRecovery:
         brought_bytes = self._bring_computed()
         plan, fetched_bytes = self._plan_and_fetch(target, state.replayed)
         fetch_s = time.monotonic() - started_s
-        if plan.rollback_of(self._position.stage):
+        if self._rebuilding.span_for_me(plan) is not None:
             # during the replay the state belongs to no iteration: a fault must not find
             # this state live
             state.lose()
+        elif (
+            self._rebuilding.by_gradients
+            and target is not None
+            and self._position.stage in target.lost_stages
+        ):
+            # the gather with the rebuilt ranks overwrites this rank's weights, too, and
+            # may be cut off
+            state.apply(target.iteration)
         is_there = (
             live and target is not None and plan.target_iteration == target.iteration
         )
-        executed_iters = self._stage_recovery.carry_out(
+        executed_iters = self._rebuilding.carry_out(
             plan, live=is_there, progress=state.replay_reached
         )
         self._computed.free_fetched()
         # drop later records, too: with these records a window would claim to lead to
         # iterations that no rank has reached
         self._keep_safest()
-        self._memory.steps.drop_after(plan.target_iteration)
+        self._memory.drop_logs_after(plan.target_iteration)
         state.be_at(plan.target_iteration)
         return RecoveredState(
             iteration=plan.target_iteration,
-            went_back=bool(plan.rollbacks),
+            went_back=plan.goes_back,
             lines=plan.lines(),
             fetch_s=fetch_s,
             fetched_bytes=fetched_bytes + brought_bytes,
@@ -155,18 +163,17 @@ class WindowRecovery:
             lambda: self._sources.restore(publisher, disk),
             CheckpointLoadError,
         )
-        plan = self._stage_recovery.intact_plan(
-            None, functools.partial(self._plan, None)
-        )
-        self._stage_recovery.carry_out(plan, live=False)
+        plan = self._rebuilding.intact_plan(None)
+        self._rebuilding.carry_out(plan, live=False)
         self._keep_safest()
-        starts = {rollback.window_start for rollback in plan.rollbacks}
+        span = self._rebuilding.span_for_me(plan)
+        assert span is not None, plan
         # other windows were not on all disks, and older windows are not needed any more
         try:
-            disk.drop(lambda key: not any(belongs_to(key, start) for start in starts))
+            disk.drop(lambda key: not belongs_to(key, span.start))
         except OSError as error:  # a disk that has become read-only was read already
             _log.warning("older windows stay on %s: %s", disk.path, error)
-        self._memory.steps.drop_after(plan.target_iteration)
+        self._memory.drop_logs_after(plan.target_iteration)
         return plan.target_iteration
 
     def drop_memory(self) -> None:
@@ -179,19 +186,28 @@ class WindowRecovery:
             Whether the state is then the state of the target.
         """
         stage, steps = self._position.stage, self._memory.steps
-        if stage in target.finishing_stages:
-            if state.gradients is not None and state.reached == target.iteration - 1:
-                # the gradients are still in their buffers, which only the next
-                # iteration clears
-                self._stage.update(state.gradients)
-                state.apply(target.iteration)
+        finishes, alone = (
+            stage in target.finishing_stages,
+            self._rebuilding.by_gradients,
+        )
+        if (
+            (finishes or alone)
+            and state.gradients is not None
+            and state.reached == target.iteration - 1
+        ):
+            # the gradients are still in their buffers, which only the next iteration
+            # clears
+            self._stage.update(state.gradients)
+            state.apply(target.iteration)
+        if finishes:
             # on all ranks of the stage, including ranks that had gathered: the gather
             # is collective, and may be repeated
             self._stage.gather()
             # before the state counts as whole: NCCL has only queued the gather
             self._position.stage_ranks.confirm()
             state.be_at(target.iteration)
-        if state.reached != target.iteration or not state.whole:
+        # weights that are not gathered yet are gathered with those of rebuilt ranks
+        if state.reached != target.iteration or not (state.whole or alone):
             return False
         # the iteration after the target may have drawn random numbers and changed
         # buffers before the interruption
@@ -209,7 +225,7 @@ class WindowRecovery:
 
         Copies are listed only for ranks whose own memory does not lead to the target,
         or for all ranks if copies may be newer. Own windows are not verified here: see
-        `StageRecovery.is_intact`.
+        `Rebuilding.is_intact`.
         """
         goal = target.iteration if target else None
         own = gather_results(
@@ -261,7 +277,7 @@ class WindowRecovery:
 
     def _plan_and_fetch(
         self, target: Target | None, replayed: ReplayedState | None
-    ) -> tuple[RecoveryPlan, int]:
+    ) -> tuple[Plan, int]:
         """Plan and fetch until all ranks have the sources of the plan, verified.
 
         A copy whose fetch fails is left out, and so is a source that a rank finds
@@ -272,7 +288,7 @@ class WindowRecovery:
         """
         inventories, fetched_bytes = self._take_stock(target, replayed), 0
         while True:
-            plan = self._plan(target, inventories)
+            plan = self._rebuilding.plan(target, inventories)
             fetch_own = functools.partial(self._fetch_and_verify, plan)
             fetched = gather_results(
                 self._position.ranks, fetch_own, CheckpointLoadError
@@ -289,26 +305,13 @@ class WindowRecovery:
             else:
                 inventories = self._take_stock(target, replayed)
 
-    def _fetch_and_verify(self, plan: RecoveryPlan) -> Fetched:
+    def _fetch_and_verify(self, plan: Plan) -> Fetched:
         """Fetch this rank's part of the plan, and verify the sources on this rank."""
         fetched = self._sources.fetch(plan)
         if fetched.size_bytes is None:  # all ranks plan again
             return fetched
-        is_intact = self._stage_recovery.is_intact(
-            plan, has_fetched=fetched.is_verified
-        )
+        is_intact = self._rebuilding.is_intact(plan, has_fetched=fetched.is_verified)
         return replace(fetched, is_intact=is_intact)
-
-    def _plan(
-        self, target: Target | None, inventories: Sequence[Inventory]
-    ) -> RecoveryPlan:
-        all_stages = frozenset(range(self._position.num_stages))
-        lost = target.lost_stages if target else all_stages
-        goal = target.iteration if target else None
-        has_log = self._memory.boundary is not None
-        return plan_recovery(
-            lost, inventories, target_iteration=goal, boundary_log=has_log
-        )
 
     def _keep_safest(self) -> None:
         """Keep the common windows with the most copies; of equals, the newer ones.

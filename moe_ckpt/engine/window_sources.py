@@ -11,20 +11,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from moe_ckpt.elastic.context import ElasticContext
 from moe_ckpt.engine.computed_snapshots import SnapshotSource
 from moe_ckpt.engine.rank_parts import RankParts
-from moe_ckpt.engine.stage_recovery import StageRecovery
+from moe_ckpt.engine.rebuilding import Plan, Rebuilding
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError, lacks_room
 from moe_ckpt.recovery.inventory import Inventory, WindowRef
-from moe_ckpt.recovery.plan import Fetch, RecoveryPlan
+from moe_ckpt.recovery.plan import Fetch
 from moe_ckpt.replication.fetch import fetch_blobs
 from moe_ckpt.replication.local_disk import LocalDisk, copy_blobs
 from moe_ckpt.replication.publisher import Publisher
 from moe_ckpt.snapshot.blob_keys import belongs_to, newest_snapshot
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path
+from moe_ckpt.snapshot.codec import Snapshot
 from moe_ckpt.snapshot.folder_contents import read_kept
+from moe_ckpt.snapshot.gradient_log import intact_iterations, reached_by_gradients
 from moe_ckpt.snapshot.step_log import StepLog
 from moe_ckpt.snapshot.verified_windows import verified_window
 from moe_ckpt.snapshot.windows import Window, group_windows
@@ -56,13 +59,13 @@ class WindowSources:
     def __init__(
         self,
         parts: RankParts,
-        stage_recovery: StageRecovery,
+        rebuilding: Rebuilding[Any],
         elastic: ElasticContext,
         computed: SnapshotSource,
     ) -> None:
         self._position = parts.adapter.position
         self._memory = parts.memory
-        self._stage_recovery = stage_recovery
+        self._rebuilding = rebuilding
         self._elastic = elastic
         # if so, this rank's records hold a gradient that no other rank has
         self._logs_tied = parts.adapter.tied_gradient_bytes > 0
@@ -99,7 +102,7 @@ class WindowSources:
             goal: The iteration to which windows have to lead. None: any iteration.
         """
         inventory, mine = (
-            self._stage_recovery.inventory(goal),
+            self._rebuilding.inventory(goal),
             self._position.shard.global_rank,
         )
         if self._computed.near is None:
@@ -143,8 +146,9 @@ class WindowSources:
             # as the owner does after a fetch: the owner's copies may lack the last
             # records, which all ranks share
             steps.fill(self._memory.steps.gradients)
+        logged = kept.gradients if self._rebuilding.by_gradients else None
         found = (
-            self._window(window, owner, steps)
+            self._window(window, owner, steps, logged)
             for window in group_windows(kept.snapshots)
             if window.complete
         )
@@ -173,22 +177,42 @@ class WindowSources:
         newest = newest_snapshot(BlobFolder(disk.path).keys())
         return newest, frozenset(ref.end for ref in refs), disk.never_held
 
-    def _window(self, window: Window, owner: int, steps: StepLog) -> WindowRef | None:
-        shard = window.snapshots[0].header.shard
+    def _window(
+        self,
+        window: Window,
+        owner: int,
+        steps: StepLog,
+        logged: Sequence[Snapshot] | None,
+    ) -> WindowRef | None:
+        """Verify a window with its logs.
+
+        Args:
+            window: The window.
+            owner: The rank that must have taken the window.
+            steps: The owner's step log.
+            logged: The owner's logged gradients; None: a replay leads on.
+        """
+        shard, first = window.snapshots[0].header.shard, window.start + 1
         if shard.global_rank != owner:
             return None
+        identity = self._position.identity
         try:
             return verified_window(
                 window.snapshots,
-                self._position.identity,
+                identity,
                 shard,
-                steps.reaches(window.start + 1),
+                steps.reaches(first)
+                if logged is None
+                else reached_by_gradients(
+                    steps, intact_iterations(logged, identity, shard), first
+                ),
+                by_gradients=logged is not None,
             )
         except CheckpointLoadError as error:
             _log.warning("a copy of rank %d's memory cannot be used: %s", owner, error)
             return None
 
-    def fetch(self, plan: RecoveryPlan) -> Fetched:
+    def fetch(self, plan: Plan) -> Fetched:
         """Fetch this rank's memory if the plan says so.
 
         Args:
@@ -263,20 +287,20 @@ class WindowSources:
         publisher.replace(lambda _: 0, drop)
         return publisher.replace(bring, drop)
 
-    def _require(self, plan: RecoveryPlan, folder: BlobFolder) -> None:
+    def _require(self, plan: Plan, folder: BlobFolder) -> None:
         """Require the intact window to which the plan rolls this rank back.
 
         Raises:
             CheckpointLoadError: The folder does not have that window.
         """
-        rollback, target = plan.rollback_of(self._position.stage), plan.target_iteration
-        if rollback is None:
+        span, target = self._rebuilding.span_for_me(plan), plan.target_iteration
+        if span is None:
             return
         usable = self._usable(folder, self._position.shard.global_rank, target)
-        found = [window for window in usable if window.span == rollback.span]
+        found = [window for window in usable if window.span == span]
         if not any(window.replayable_to >= target for window in found):
             raise CheckpointLoadError(
-                f"no window of {rollback.span} that leads to iteration {target}"
+                f"no window of {span} that leads to iteration {target}"
             )
 
     def _fetch_from(self, fetch: Fetch, folder: BlobFolder) -> int:
@@ -337,16 +361,16 @@ class WindowSources:
                 return size_bytes
         return None
 
-    def _start_of_computed(self, plan: RecoveryPlan) -> int | None:
+    def _start_of_computed(self, plan: Plan) -> int | None:
         """Return the start of this rank's window if only a computed snapshot has it.
 
         The window is the one to which the plan rolls this rank back.
         """
-        rollback = plan.rollback_of(self._position.stage)
-        if rollback is None or self._computed.near is None:
+        span = self._rebuilding.span_for_me(plan)
+        if span is None or self._computed.near is None:
             return None
         kept = {window.start for window in self._memory.snapshots.windows()}
-        return None if rollback.window_start in kept else rollback.window_start
+        return None if span.start in kept else span.start
 
     def _read_computed(self, start: int | None, folder: BlobFolder) -> int:
         """Copy the computed snapshot of the window with this start.

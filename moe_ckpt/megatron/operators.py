@@ -22,7 +22,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from moe_ckpt.collectives import TorchRanks
 from moe_ckpt.config import require
-from moe_ckpt.errors import ConfigError
+from moe_ckpt.errors import CheckpointLoadError, ConfigError
 from moe_ckpt.megatron import fp8_parameters
 from moe_ckpt.megatron.buffers import named_buffers
 from moe_ckpt.megatron.fp8_parameters import Shard, is_fp8_parameter
@@ -36,6 +36,7 @@ from moe_ckpt.megatron.operator_names import (
     locate,
 )
 from moe_ckpt.megatron.optimizer_state import (
+    gradient_dtype,
     step_count,
     updated_tensor,
 )
@@ -45,7 +46,13 @@ from moe_ckpt.megatron.state import TrainingState
 from moe_ckpt.packed import pack_rows, unpack_rows
 from moe_ckpt.snapshot.adam_update import AdamStep, Gradients
 from moe_ckpt.snapshot.capture import Piece
-from moe_ckpt.snapshot.codec import MASTER, MOMENTS, PartKey, scaled_role
+from moe_ckpt.snapshot.codec import (
+    GRADIENT,
+    MASTER,
+    MOMENTS,
+    PartKey,
+    scaled_role,
+)
 from moe_ckpt.snapshot.device_hash import hashes_of
 from moe_ckpt.types import OperatorId, OperatorKind, OperatorTable, ReadyGradients
 
@@ -203,6 +210,92 @@ class RankOperators:
             if all(found.values())
             else None
         )
+
+    def gradient_bytes(self) -> int:
+        """Return the bytes of the gradients with which this rank takes a step."""
+        return sum(
+            (each.end - each.start) * gradient_dtype(each.trained_by).itemsize
+            for each in self.parameters
+            if each.is_trained
+        )
+
+    def gradient_pieces(self) -> list[Piece]:
+        """Return the gradients with which this rank's pieces take the next step.
+
+        Returns:
+            Live tensors: unscaled and not clipped, in the type that the optimizer
+            reads.
+
+        Raises:
+            CheckpointSaveError: A piece has no gradient.
+        """
+        return [
+            (each.key(GRADIENT), gradient, (each.start, each.end))
+            for each in self.parameters
+            if (gradient := each.step_gradient()) is not None
+        ]
+
+    def set_gradients(
+        self, gradients: Mapping[PartKey, torch.Tensor], updated: Collection[str]
+    ) -> None:
+        """Give the optimizer logged gradients for its next step.
+
+        Args:
+            gradients: Tensors in host memory, by the keys of `gradient_pieces`.
+            updated: Names of the operators that take the step. All others take none.
+
+        Raises:
+            CheckpointLoadError: A gradient is missing, or has another size.
+        """
+        for each in self.parameters:
+            takes_step = str(each.operator) in updated and each.start < each.end
+            if not takes_step or not each.is_trained:
+                each.set_gradient(None)
+                continue
+            gradient = gradients.get(each.key(GRADIENT))
+            if gradient is None or gradient.numel() != each.end - each.start:
+                got = "none" if gradient is None else f"{gradient.numel()} elements"
+                raise CheckpointLoadError(
+                    f"gradient of {each.name}: got {got}, wanted"
+                    f" {each.end - each.start} elements"
+                )
+            each.set_gradient(gradient)
+
+    def load_own(
+        self,
+        parts: Mapping[PartKey, torch.Tensor],
+        full: Collection[str],
+        adam_steps: Sequence[float],
+    ) -> None:
+        """Load this rank's pieces of a snapshot, on this rank alone.
+
+        Args:
+            parts: The tensors of the snapshot.
+            full: Names of operators that get master weights, moments, step count,
+                compute weights and buffers.
+            adam_steps: The step count of each inner optimizer.
+
+        Raises:
+            CheckpointLoadError: A piece is missing, or has another size or type.
+        """
+        for owned in self.parameters:
+            if str(owned.operator) in full:
+                index = owned.optimizer_index
+                owned.load(parts, None if index is None else adam_steps[index])
+        for buffer in self.buffers:
+            if str(buffer.operator) in full:
+                key, tensor, _ = buffer.piece()
+                _give_type_of_saved(parts, key, tensor)
+                copy_part(parts, key, tensor)
+
+    def make_whole(self) -> None:
+        """Give each rank all pieces of the state that ranks share.
+
+        Collective in the stage group. Ranks that have the state keep it. Weights of
+        sharded optimizers are left to the gather after a step.
+        """
+        shared = [each for each in self.parameters if not each.is_sharded]
+        _make_whole(shared, {str(each.operator) for each in shared})
 
     def load(
         self,

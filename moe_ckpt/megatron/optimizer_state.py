@@ -84,6 +84,13 @@ def holds_masters(optimizer: MegatronOptimizer) -> bool:
     return isinstance(optimizer, DistributedOptimizer) and bool(decoupled)
 
 
+def gradient_dtype(optimizer: MegatronOptimizer) -> torch.dtype:
+    """Return the type of the gradients that the inner optimizer reads."""
+    return (
+        optimizer.config.main_grads_dtype if holds_masters(optimizer) else torch.float32
+    )
+
+
 def is_rounded(optimizer: MegatronOptimizer) -> bool:
     """Return whether masters or moments may be stored in fewer than 32 bits.
 

@@ -15,12 +15,13 @@ import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from moe_ckpt.errors import CheckpointLoadError
+from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.megatron import fp8_parameters
 from moe_ckpt.megatron.fp8_parameters import Shard, is_fp8_parameter
 from moe_ckpt.megatron.gradients import repeats_on_a_host
 from moe_ckpt.megatron.optimizer_state import (
     derives_compute,
+    holds_masters,
     master_values,
     stored_state,
     updated_tensor,
@@ -223,6 +224,47 @@ class OwnedParameter:
         assert master.grad.dtype == torch.float32, master.grad.dtype
         return master.grad.view(-1)[self._held()]
 
+    def step_gradient(self) -> torch.Tensor | None:
+        """Return the gradient with which the owned piece takes the next step.
+
+        Returns:
+            The flattened gradient, in the type that the optimizer reads. None if the
+            piece is empty or frozen.
+
+        Raises:
+            CheckpointSaveError: The optimizer has no gradient for the parameter.
+        """
+        if self.optimizer is None or self.start == self.end:
+            return None
+        updated = updated_tensor(self.optimizer, self.parameter)
+        gradient = getattr(updated, _gradient_name(self.optimizer), None)
+        if gradient is None:
+            raise CheckpointSaveError(
+                f"{self.name}: got no gradient, wanted one for every parameter that is"
+                " not frozen"
+            )
+        return gradient.view(-1)[self._held()]
+
+    def set_gradient(self, gradient: torch.Tensor | None) -> None:
+        """Set the gradient of the next step.
+
+        Elements outside the owned piece get zeros: their steps are taken by other
+        ranks.
+
+        Args:
+            gradient: Flattened, of the owned piece. None: the parameter takes no step.
+        """
+        if self.optimizer is None or (self.is_sharded and self.start == self.end):
+            return
+        updated = updated_tensor(self.optimizer, self.parameter)
+        whole = None
+        if gradient is not None:
+            whole = torch.zeros(
+                updated.shape, dtype=gradient.dtype, device=updated.device
+            )
+            whole.view(-1)[self._held()].copy_(gradient)
+        setattr(updated, _gradient_name(self.optimizer), whole)
+
     def clipped_by(self, total_norm: float | None) -> float:
         """Return the factor by which Megatron multiplies the gradient before the step.
 
@@ -286,6 +328,11 @@ class OwnedParameter:
     @cached_property
     def _operator_name(self) -> str:
         return str(self.operator)
+
+
+def _gradient_name(optimizer: MegatronOptimizer) -> str:
+    """Return the attribute in which the inner optimizer looks for a gradient."""
+    return "decoupled_grad" if holds_masters(optimizer) else "grad"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

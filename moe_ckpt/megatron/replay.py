@@ -29,6 +29,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from moe_ckpt.errors import DataError
+from moe_ckpt.megatron.chunk_batches import under
 from moe_ckpt.megatron.groups import shared_embedding
 from moe_ckpt.megatron.operators import RankOperators
 from moe_ckpt.megatron.overlapped import (
@@ -58,6 +59,9 @@ from moe_ckpt.snapshot.boundary_log import LoggedEnds
 from moe_ckpt.snapshot.host_transfers import PendingCopy
 from moe_ckpt.snapshot.step_log import StepRecord
 from moe_ckpt.types import ReadyGradients
+
+_BUFFER = "buffer."
+"""In front of the names of buffers in the state after a pass."""
 
 
 class StageReplay:
@@ -186,6 +190,40 @@ class StageReplay:
             config.timers, config.param_sync_func = timers, gather
         # last, because forward and unscaling use the scale before the step
         advance_scalers(self._state, record.gradients)
+
+    def after_pass(self) -> Mapping[str, torch.Tensor]:
+        """Return the state between pass and step that no snapshot of a step has.
+
+        The state is that of generators, scalers, schedule, and all buffers.
+        """
+        named = buffers(self._state).items()
+        return {
+            **small_state(self._state),
+            **{f"{_BUFFER}{name}": buffer for name, buffer in named},
+        }
+
+    def step_again(self, record: StepRecord) -> None:
+        """Take the step of an iteration again, on this rank alone.
+
+        The optimizer has the gradients by then. Buffers stay as they are.
+
+        Args:
+            record: The facts of the iteration, with the state after its pass.
+        """
+        assert record.after_pass is not None, record.iteration
+        # the loss scaler has its new scale by then: Megatron adapts the scale as it
+        # looks for overflows
+        restore_small_state(self._state, record.after_pass)
+        self.update(record.gradients)
+
+    def restore_buffers(self, record: StepRecord) -> None:
+        """Restore the buffers as the pass of an iteration has left them.
+
+        Args:
+            record: The facts of the iteration, with the state after its pass.
+        """
+        assert record.after_pass is not None, record.iteration
+        restore_buffers(self._state, under(_BUFFER, record.after_pass))
 
     def require_same_samples(self) -> None:
         """Check that replays since the last call have read the samples of training.

@@ -140,6 +140,7 @@ class SparseWindows:
             choice = self._begin(iteration, measured)
         assert self._window is not None
         slot = iteration - self._start
+        compute = () if self._config.logs_gradients else self._window.compute(slot)
         is_last = slot == self._num_slots - 1
         self._next_iteration = iteration + 1 + (self._pause_iters if is_last else 0)
         to_disk = slot == 0 and is_due(
@@ -151,11 +152,7 @@ class SparseWindows:
             window_start=self._start,
             slot=slot,
             num_slots=self._num_slots,
-            units=(
-                UnitPlan(
-                    full=self._window.full(slot), compute=self._window.compute(slot)
-                ),
-            ),
+            units=(UnitPlan(full=self._window.full(slot), compute=compute),),
             pause_iters=self._pause_iters,
         )
         return SnapshotPlan(

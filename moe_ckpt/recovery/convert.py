@@ -57,7 +57,10 @@ class ReplayStep:
 
 
 def plan_conversion(
-    snapshots: Sequence[SnapshotContents], target_iteration: int
+    snapshots: Sequence[SnapshotContents],
+    target_iteration: int,
+    *,
+    by_gradients: bool = False,
 ) -> tuple[ReplayStep, ...]:
     """Return the steps after which every operator is active, at the target iteration.
 
@@ -68,6 +71,8 @@ def plan_conversion(
     Args:
         snapshots: Snapshots of one window, in any order.
         target_iteration: Iteration after which the state is wanted.
+        by_gradients: Whether iterations are steps with logged gradients. Without a
+            forward pass nothing needs compute weights, which may be missing.
 
     Raises:
         CheckpointLoadError: The snapshots do not make a complete window that ends at or
@@ -75,7 +80,7 @@ def plan_conversion(
     """
     window = sorted(snapshots, key=lambda snapshot: snapshot.slot)
     _check_window(window)
-    _check_operators(window)
+    _check_operators(window, wants_compute=not by_gradients)
     last = window[-1].iteration
     if target_iteration < last:
         raise CheckpointLoadError(
@@ -137,10 +142,15 @@ def _check_window(window: Sequence[SnapshotContents]) -> None:
         )
 
 
-def _check_operators(window: Sequence[SnapshotContents]) -> None:
+def _check_operators(
+    window: Sequence[SnapshotContents], *, wants_compute: bool
+) -> None:
     """Check that every operator is whole in one slot.
 
-    All slots before that slot must hold the operator's compute weights.
+    Args:
+        window: The snapshots, by slot.
+        wants_compute: Whether all slots before that slot must hold the operator's
+            compute weights.
 
     Raises:
         CheckpointLoadError: An operator is missing in one of these slots, or is there
@@ -163,7 +173,7 @@ def _check_operators(window: Sequence[SnapshotContents]) -> None:
             )
         # frozen operators take part in forward, and without these weights would use
         # compute weights of another iteration
-        if sorted(snapshot.compute) != sorted(still_to_come):
+        if wants_compute and sorted(snapshot.compute) != sorted(still_to_come):
             raise CheckpointLoadError(
                 f"conversion: got compute weights of {sorted(snapshot.compute)} in the"
                 f" snapshot of iteration {snapshot.iteration}, wanted those of the"

@@ -90,6 +90,23 @@ class RecoveryPlan:
     fetches: tuple[Fetch, ...]
     """Fetches in the order of ranks."""
 
+    @property
+    def goes_back(self) -> bool:
+        """Whether at least one rank loads a state."""
+        return bool(self.rollbacks)
+
+    def window_of(self, global_rank: int, stage: int) -> range | None:
+        """Return the iterations of the window that a rank loads, or None.
+
+        Args:
+            global_rank: The rank, which makes no difference here: a stage rolls back
+                as a whole.
+            stage: Stage of the rank.
+        """
+        del global_rank
+        rollback = self.rollback_of(stage)
+        return rollback.span if rollback else None
+
     def rollback_of(self, stage: int) -> Rollback | None:
         """Return the rollback in which a stage takes part, or None."""
         return next(

@@ -58,7 +58,10 @@ class Target:
     """Iteration that all ranks are to reach."""
 
     lost_stages: frozenset[int]
-    """Stages that must be rebuilt."""
+    """Stages in which a rank must be rebuilt."""
+
+    lost_ranks: frozenset[int]
+    """Ranks that cannot reach the iteration without being rebuilt."""
 
     finishing_stages: frozenset[int]
     """Stages that have all they need: the ranks that are behind take the step, then the
@@ -75,7 +78,7 @@ def plan_target(standings: Sequence[Standing]) -> Target | None:
     is lost as well.
 
     Args:
-        standings: Positions of all ranks.
+        standings: Positions of all ranks, by rank.
     """
     reached = [
         standing.reached for standing in standings if standing.reached is not None
@@ -83,12 +86,18 @@ def plan_target(standings: Sequence[Standing]) -> Target | None:
     if not reached:
         return None
     iteration = max(reached)
-    lost = frozenset(
-        standing.stage for standing in standings if not standing.gets_to(iteration)
+    lost_ranks = frozenset(
+        rank
+        for rank, standing in enumerate(standings)
+        if not standing.gets_to(iteration)
     )
+    lost = frozenset(standings[rank].stage for rank in lost_ranks)
     unfinished = frozenset(
         standing.stage for standing in standings if not standing.is_done_with(iteration)
     )
     return Target(
-        iteration=iteration, lost_stages=lost, finishing_stages=unfinished - lost
+        iteration=iteration,
+        lost_stages=lost,
+        lost_ranks=lost_ranks,
+        finishing_stages=unfinished - lost,
     )

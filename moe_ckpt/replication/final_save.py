@@ -27,10 +27,12 @@ from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError, lacks_room
 from moe_ckpt.replication.client import DaemonClient
 from moe_ckpt.replication.local_disk import folder_of, persist
 from moe_ckpt.reserved_file import ReservedFile
+from moe_ckpt.snapshot.blob_keys import gradients_key
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path, own_path
 from moe_ckpt.snapshot.codec import ShardIdentity
 from moe_ckpt.snapshot.folder_contents import read_kept, read_snapshots
-from moe_ckpt.snapshot.step_log import StepLog, window_steps
+from moe_ckpt.snapshot.gradient_log import intact_iterations, reached_by_gradients
+from moe_ckpt.snapshot.step_log import StepLog, window_replay, window_steps
 from moe_ckpt.snapshot.verified_windows import verified_window
 from moe_ckpt.snapshot.windows import group_windows
 from moe_ckpt.types import RunIdentity
@@ -55,6 +57,9 @@ class SaveTarget:
 
     shard: ShardIdentity
     """The rank of the windows."""
+
+    by_gradients: bool = False
+    """Whether logged gradients lead on from the windows, and no replay."""
 
     def path_of(self, global_rank: int) -> Path:
         """Return the folder of another rank on this rank's disk."""
@@ -171,14 +176,28 @@ def saved_iterations(rank_folder: Path) -> list[int]:
     kept = read_kept(BlobFolder(Path(target.path)))
     steps = StepLog()
     steps.adopt(kept.starts, kept.records)
+    logged = (
+        intact_iterations(kept.gradients, target.identity, target.shard)
+        if target.by_gradients
+        else None
+    )
     found: set[int] = set()
     for window in group_windows(kept.snapshots):
         if not window.complete:
             continue
-        replayable_to = steps.reaches(window.start + 1)
+        first = window.start + 1
+        replayable_to = (
+            steps.reaches(first)
+            if logged is None
+            else reached_by_gradients(steps, logged, first)
+        )
         try:
             ref = verified_window(
-                window.snapshots, target.identity, target.shard, replayable_to
+                window.snapshots,
+                target.identity,
+                target.shard,
+                replayable_to,
+                by_gradients=target.by_gradients,
             )
         except CheckpointLoadError as error:
             _log.warning("on disk, and of no use to a start: %s", error)
@@ -199,7 +218,8 @@ def _target_of(rank_folder: Path) -> SaveTarget | None:
 def windows_in(folder: BlobFolder) -> Iterator[list[str]]:
     """Yield the keys of each complete window, the oldest window first.
 
-    The keys of the window's steps come before the keys of the window's snapshots.
+    The keys of the window's logged steps and gradients come before the keys of the
+    window's snapshots.
     """
     by_key = read_snapshots(folder)
     key_of = {snapshot: key for key, snapshot in by_key.items()}
@@ -207,8 +227,10 @@ def windows_in(folder: BlobFolder) -> Iterator[list[str]]:
     for window in sorted(
         group_windows(by_key.values()), key=lambda window: window.start
     ):
+        logged = map(gradients_key, window_replay(window.snapshots))
         keys = [
             *window_steps(window.snapshots),
+            *filter(there.__contains__, logged),
             *(key_of[snapshot] for snapshot in window.snapshots),
         ]
         if window.complete and there.issuperset(keys):

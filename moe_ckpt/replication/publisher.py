@@ -35,6 +35,8 @@ from moe_ckpt.snapshot.adam_update import (
 )
 from moe_ckpt.snapshot.blob_keys import (
     belongs_to,
+    gradients_key,
+    is_gradients,
     is_local,
     is_snapshot,
     is_update,
@@ -55,7 +57,7 @@ from moe_ckpt.snapshot.step_codec import (
     start_to_bytes,
     step_to_bytes,
 )
-from moe_ckpt.snapshot.step_log import StepRecord, window_steps
+from moe_ckpt.snapshot.step_log import StepRecord, window_replay, window_steps
 from moe_ckpt.snapshot.windows import HostBuffers
 
 _log = logging.getLogger(__name__)
@@ -84,6 +86,8 @@ class Publisher:
         copies: Copies,
         copy_s: float,
         on_wait: Callable[[bool], None],
+        *,
+        copies_gradients: bool = True,
     ) -> None:
         """Begin without copying.
 
@@ -93,8 +97,10 @@ class Publisher:
             copy_s: Longest time of a copy, in seconds.
             on_wait: Called with True when a wait for peers begins, and with False when
                 the wait ends.
+            copies_gradients: Whether peers receive logged gradients, too.
         """
         self.folder = folder
+        self._copies_gradients = copies_gradients
         self.waits = CopyWaits(copy_s, on_wait)
         # reentrant: without peers each copy is done at once, and its callback runs
         # inside the lock
@@ -104,6 +110,7 @@ class Publisher:
         self._keys: dict[torch.Tensor, str] = {}  # keys of snapshots, by payload
         # by unit: key of the newest snapshot for peers
         self._newest: dict[str | None, str] = {}
+        self._logged: set[int] = set()  # iterations whose gradients are published
         self.updates = HostBuffers(folder)
         self._packed: dict[str, torch.Tensor] = {}  # buffers by the update's key
 
@@ -318,6 +325,35 @@ class Publisher:
         """
         self._put(step_key(record.iteration), step_to_bytes(record, start))
 
+    def add_gradients(self, entry: Snapshot) -> None:
+        """Publish an entry of the gradient log.
+
+        Args:
+            entry: The entry. Its payload is memory of the folder.
+
+        Raises:
+            CheckpointSaveError: The entry cannot be published.
+        """
+        header = entry.header
+        key = gradients_key(header.iteration)
+        with self._lock:
+            self.folder.publish(
+                key,
+                header_to_json(header),
+                entry.payload,
+                header.payload_bytes,
+                header.checksum,
+            )
+            self._logged.add(header.iteration)
+            if self._copies_gradients:
+                self._copy(key)
+
+    def drop_gradients(self, iterations: Iterable[int]) -> None:
+        """Withdraw entries of the gradient log before their memory is used again."""
+        dropped = list(iterations)
+        self._logged.difference_update(dropped)
+        self.drop([*map(gradients_key, dropped)])
+
     def drop_steps(self, starts: Iterable[int], steps: Iterable[int]) -> None:
         """Withdraw starts and steps.
 
@@ -379,7 +415,7 @@ class Publisher:
             CheckpointSaveError.
 
         Raises:
-            CheckpointLoadError: A key on disk is neither a snapshot's nor a step's.
+            CheckpointLoadError: A key on disk is none of a window.
         """
         keys = self._keys_of(snapshots)
         there = BlobFolder(disk.path).keys()
@@ -475,7 +511,7 @@ class Publisher:
         """
         with self._lock:
             here = self.folder.keys()
-            kept = [key for key in here if not (is_local(key) or is_update(key))]
+            kept = [key for key in here if self._is_for_peers(key)]
             self._ledger.begin(kept, held, drop_stale=drop_stale)
 
     def adopt(self) -> FolderContents:
@@ -498,6 +534,7 @@ class Publisher:
             if is_snapshot(key) and blob.payload is not None
         }
         kept = contents_of(blobs)
+        self._logged = {entry.header.iteration for entry in kept.gradients}
         for iteration, record in kept.records.items():
             if (older := older_step_key(iteration)) in blobs:
                 self.add_step(record, kept.starts.get(iteration))
@@ -540,12 +577,20 @@ class Publisher:
         return result
 
     def _keys_of(self, snapshots: Sequence[Snapshot]) -> list[str]:
-        return window_steps(snapshots) + [
-            self._keys[snapshot.payload] for snapshot in snapshots
+        logged = self._logged.intersection(window_replay(snapshots))
+        return [
+            *window_steps(snapshots),
+            *map(gradients_key, sorted(logged)),
+            *(self._keys[snapshot.payload] for snapshot in snapshots),
         ]
 
     def _copied_keys_of(self, snapshots: Sequence[Snapshot]) -> list[str]:
-        return [key for key in self._keys_of(snapshots) if not is_local(key)]
+        return list(filter(self._is_for_peers, self._keys_of(snapshots)))
+
+    def _is_for_peers(self, key: str) -> bool:
+        if is_gradients(key):
+            return self._copies_gradients
+        return not (is_local(key) or is_update(key))
 
     def _put(self, key: str, content: bytes) -> None:
         try:

@@ -8,6 +8,7 @@ disks, so each key is plain text; other modules ask this module what a text mean
     start-ITERATION          the state that an iteration starts from, without a record
     step-ITERATION           the record of an iteration, with the start
     record-ITERATION         the record of an iteration, in windows of older versions
+    gradients-ITERATION      the gradients with which an iteration took its step
     update-KEY               what makes the copy KEY out of the copy before
 """
 
@@ -30,6 +31,7 @@ class BlobKind(StrEnum):
     START = "start"
     STEP = "step"
     OLDER_STEP = "record"
+    GRADIENTS = "gradients"
     UPDATE = "update"
 
 
@@ -39,13 +41,13 @@ _RECORDS = (BlobKind.STEP, BlobKind.OLDER_STEP)
 _KINDS = {str(kind): kind for kind in BlobKind}
 _FORM = re.compile(
     r"(?P<kind>snapshot|local)-(?P<start>[0-9]+)-(?P<slot>[0-9]+)-[^-]+"
-    r"|(?P<kind_of_step>start|step|record)-(?P<iteration>[0-9]+)"
+    r"|(?P<kind_of_step>start|step|record|gradients)-(?P<iteration>[0-9]+)"
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlobKey:
-    """The meaning of a key of a snapshot or of a step.
+    """The meaning of a key of a snapshot, a step or gradients.
 
     Example:
         >>> BlobKey.parse("snapshot-8-2-1f03a7c2").newest_iteration
@@ -56,23 +58,23 @@ class BlobKey:
     """Kind of the blob."""
 
     iteration: int
-    """Start of a snapshot's window; the iteration of a start or a step."""
+    """Start of a snapshot's window; the iteration of any other blob."""
 
     slot: int = 0
-    """Slot of a snapshot, from 0; 0 for a start or a step."""
+    """Slot of a snapshot, from 0; 0 for any other blob."""
 
     @classmethod
     def parse(cls, text: str) -> BlobKey:
         """Return the meaning of a key.
 
         Raises:
-            CheckpointLoadError: The key is neither a snapshot's nor a step's.
+            CheckpointLoadError: The key is none of a snapshot, a step or gradients.
         """
         found = _FORM.fullmatch(text)
         if found is None:
             wanted = (
-                "snapshot-START-SLOT-ID, local-START-SLOT-ID, start-ITERATION or"
-                " step-ITERATION"
+                "snapshot-START-SLOT-ID, local-START-SLOT-ID, start-ITERATION,"
+                " step-ITERATION or gradients-ITERATION"
             )
             raise CheckpointLoadError(f"key of a blob: got {text!r}, wanted {wanted}")
         if found["kind"]:
@@ -131,6 +133,11 @@ def older_step_key(iteration: int) -> str:
     return f"{BlobKind.OLDER_STEP}-{iteration}"
 
 
+def gradients_key(iteration: int) -> str:
+    """Return the key of the gradients of an iteration."""
+    return f"{BlobKind.GRADIENTS}-{iteration}"
+
+
 def update_key(target: str) -> str:
     """Return the key of the update that makes the copy with key `target`."""
     return f"{BlobKind.UPDATE}-{target}"
@@ -166,6 +173,11 @@ def is_record(key: str) -> bool:
     return kind_of(key) in _RECORDS
 
 
+def is_gradients(key: str) -> bool:
+    """Return whether a key is that of the gradients of an iteration."""
+    return kind_of(key) is BlobKind.GRADIENTS
+
+
 def is_update(key: str) -> bool:
     """Return whether a key is that of an update."""
     return kind_of(key) is BlobKind.UPDATE
@@ -175,7 +187,7 @@ def belongs_to(key: str, window_start: int) -> bool:
     """Return `BlobKey.belongs_to` of a key.
 
     Raises:
-        CheckpointLoadError: The key is neither a snapshot's nor a step's.
+        CheckpointLoadError: The key is none of a snapshot, a step or gradients.
     """
     return BlobKey.parse(key).belongs_to(window_start)
 

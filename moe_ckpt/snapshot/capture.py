@@ -33,8 +33,11 @@ from moe_ckpt.snapshot.codec import (
 from moe_ckpt.snapshot.copier import Copy, HostCopier
 from moe_ckpt.snapshot.windows import HostBuffers, SnapshotPublisher
 
-# torch reports exhausted host memory and errors of a device as RuntimeError
-_COPY_ERRORS = (CheckpointSaveError, RuntimeError, MemoryError)
+COPY_ERRORS = (CheckpointSaveError, RuntimeError, MemoryError)
+"""Errors of a copy to host memory.
+
+torch reports exhausted host memory and errors of a device as RuntimeError.
+"""
 
 Piece = tuple[PartKey, torch.Tensor, tuple[int, int]]
 """A tensor to capture: the key, the tensor, and the range in the flattened whole
@@ -160,7 +163,7 @@ class SnapshotEngine:
         self._hurry()
         try:
             capture.copied.result()
-        except _COPY_ERRORS as error:
+        except COPY_ERRORS as error:
             self._capture = None
             raise CheckpointSaveError(
                 f"the snapshot could not be copied: {error}"
@@ -198,7 +201,7 @@ class SnapshotEngine:
         self._capture = None
         self._hurry()
         # after such an error there is nothing to give back
-        with self.uncapped(), contextlib.suppress(*_COPY_ERRORS):
+        with self.uncapped(), contextlib.suppress(*COPY_ERRORS):
             self.drop(capture.finished.result().snapshots)
 
     def drop(self, finished: Sequence[Snapshot]) -> None:
@@ -253,7 +256,7 @@ class SnapshotEngine:
                 for each in wanted
             ]
             return list(zip(snapshots, on_host, strict=True)), copied
-        except _COPY_ERRORS:
+        except COPY_ERRORS:
             for snapshot in snapshots:
                 self._buffers.release(snapshot.payload)
             raise

@@ -25,12 +25,13 @@ from moe_ckpt.exact_json import Count, ExactDecoder
 from moe_ckpt.types import RunIdentity, Version
 
 FORMAT_VERSION = 1
-COMPUTE, MASTER, EXP_AVG, EXP_AVG_SQ, BUFFER = (
+COMPUTE, MASTER, EXP_AVG, EXP_AVG_SQ, BUFFER, GRADIENT = (
     "compute",
     "master",
     "exp_avg",
     "exp_avg_sq",
     "buffer",
+    "gradient",
 )
 MOMENTS = (EXP_AVG, EXP_AVG_SQ)
 _SCALE = ".scale"
@@ -39,6 +40,7 @@ ROLES = (
     MASTER,
     *MOMENTS,
     BUFFER,
+    GRADIENT,
     *(f"{role}{_SCALE}" for role in (COMPUTE, MASTER, *MOMENTS)),
 )
 

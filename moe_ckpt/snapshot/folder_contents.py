@@ -1,4 +1,4 @@
-"""What the blobs of a rank's folder contain: snapshots, starts and records.
+"""What the blobs of a rank's folder contain: snapshots, logged steps and gradients.
 
 Owns: reading a folder of the own rank, or of another rank, whose process may change the
 folder meanwhile. A blob that is damaged is left out. Must not: publish.
@@ -14,7 +14,13 @@ from dataclasses import dataclass
 import torch
 
 from moe_ckpt.errors import CheckpointLoadError
-from moe_ckpt.snapshot.blob_keys import BlobKey, is_record, is_snapshot, is_start
+from moe_ckpt.snapshot.blob_keys import (
+    BlobKey,
+    is_gradients,
+    is_record,
+    is_snapshot,
+    is_start,
+)
 from moe_ckpt.snapshot.blobs import Blob, BlobFolder
 from moe_ckpt.snapshot.codec import Snapshot, header_from_json
 from moe_ckpt.snapshot.step_codec import start_from_bytes, step_from_bytes
@@ -35,6 +41,9 @@ class FolderContents:
 
     records: Mapping[int, StepRecord]
     """Records of iterations, by iteration."""
+
+    gradients: tuple[Snapshot, ...] = ()
+    """Entries of the gradient log, in any order."""
 
 
 def read_snapshots(folder: BlobFolder) -> dict[str, Snapshot]:
@@ -79,10 +88,15 @@ def contents_of(blobs: Mapping[str, Blob]) -> FolderContents:
     snapshots: list[Snapshot] = []
     starts: dict[int, Mapping[str, torch.Tensor]] = {}
     records: dict[int, StepRecord] = {}
+    gradients: list[Snapshot] = []
     for key, blob in blobs.items():
         try:
             if is_snapshot(key) and blob.payload is not None:
                 snapshots.append(
+                    Snapshot(header=header_from_json(blob.header), payload=blob.payload)
+                )
+            elif is_gradients(key) and blob.payload is not None:
+                gradients.append(
                     Snapshot(header=header_from_json(blob.header), payload=blob.payload)
                 )
             elif is_start(key):
@@ -96,4 +110,9 @@ def contents_of(blobs: Mapping[str, Blob]) -> FolderContents:
                     starts.setdefault(iteration, start)
         except CheckpointLoadError as error:
             _log.warning("%s cannot be used: %s", key, error)
-    return FolderContents(snapshots=tuple(snapshots), starts=starts, records=records)
+    return FolderContents(
+        snapshots=tuple(snapshots),
+        starts=starts,
+        records=records,
+        gradients=tuple(gradients),
+    )

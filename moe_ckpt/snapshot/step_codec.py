@@ -23,6 +23,8 @@ from moe_ckpt.types import ReadyGradients
 _START = "start-"
 """In front of the names of tensors that belong to the start of the iteration."""
 
+_AFTER = "after-"
+"""In front of the names of tensors of the state between pass and step."""
 
 _TIED = "tied_gradient"
 _GRADIENTS, _BATCHES = "gradients", "batches"
@@ -73,13 +75,15 @@ def step_to_bytes(
     """Return the bytes of a record and, if given, of the start of its iteration.
 
     Args:
-        record: The record, with its tensor on the host.
+        record: The record, with its tensors on the host.
         start: Tensors on the host, by name; None for no start.
 
     Raises:
         KeyError: A tensor has a dtype that no step has.
     """
     tensors = {f"{_START}{name}": tensor for name, tensor in (start or {}).items()}
+    for name, tensor in (record.after_pass or {}).items():
+        tensors[f"{_AFTER}{name}"] = tensor
     if record.tied_gradient is not None:
         tensors[_TIED] = record.tied_gradient
     # not `asdict`, which makes deep copies: each iteration waits for these bytes
@@ -129,13 +133,18 @@ def step_from_bytes(
         gradients=gradients,
         tied_gradient=tensors.get(_TIED),
         batches=facts.get(_BATCHES),
+        after_pass=_under(_AFTER, tensors) or None,
     )
-    start = {
-        name.removeprefix(_START): tensor
+    return record, _under(_START, tensors)
+
+
+def _under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors whose names begin with a prefix, without the prefix."""
+    return {
+        name.removeprefix(prefix): tensor
         for name, tensor in tensors.items()
-        if name.startswith(_START)
+        if name.startswith(prefix)
     }
-    return record, start
 
 
 def _pack(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, str]) -> bytes:

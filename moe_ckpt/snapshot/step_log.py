@@ -34,14 +34,22 @@ def window_steps(snapshots: Sequence[Snapshot]) -> list[str]:
         snapshots: Snapshots of the window, by slot. Units of a partial checkpoint have
             no replay, and need no entries.
     """
-    headers = [
-        snapshot.header for snapshot in snapshots if snapshot.header.unit is None
-    ]
-    if not headers:
+    if not snapshots or snapshots[0].header.unit is not None:
         return []
-    after_first = headers[0].window_start + 1
-    replayed = range(after_first, headers[-1].iteration + 1)
-    return [step_key(iteration) for iteration in replayed] or [start_key(after_first)]
+    replayed = window_replay(snapshots)
+    return [*map(step_key, replayed)] or [start_key(replayed.start)]
+
+
+def window_replay(snapshots: Sequence[Snapshot]) -> range:
+    """Return the iterations that lead from a window's first snapshot to its last one.
+
+    Args:
+        snapshots: Snapshots of the window, by slot.
+    """
+    if not snapshots:
+        return range(0)
+    first, last = snapshots[0].header, snapshots[-1].header
+    return range(first.window_start + 1, last.iteration + 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -63,6 +71,12 @@ class StepRecord:
     batches: str | None = None
     """Hash of the micro-batches that this rank has read. None if the hash is unknown,
     as in a record made from facts of other ranks.
+    """
+
+    after_pass: Mapping[str, torch.Tensor] | None = None
+    """State between the pass and the step of the iteration, without parameters,
+    moments and gradients. None unless gradients are logged, and in a record made from
+    facts of other ranks.
     """
 
 
@@ -112,8 +126,11 @@ class StepLog:
         tensors = [
             tensor for start in self._starts.values() for tensor in start.values()
         ]
-        tied = [record.tied_gradient for record in self._records.values()]
-        return sum(tensor.nbytes for tensor in [*tensors, *tied] if tensor is not None)
+        for record in self._records.values():
+            tensors += (record.after_pass or {}).values()
+            if record.tied_gradient is not None:
+                tensors.append(record.tied_gradient)
+        return sum(tensor.nbytes for tensor in tensors)
 
     @property
     def gradients(self) -> Mapping[int, ReadyGradients]:

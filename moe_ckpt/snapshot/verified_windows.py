@@ -25,6 +25,7 @@ def verified_window(
     replayable_to: int | None,
     *,
     by_headers: bool = False,
+    by_gradients: bool = False,
 ) -> WindowRef | None:
     """Check a complete window, and return a reference to the window.
 
@@ -37,6 +38,7 @@ def verified_window(
         replayable_to: Last iteration to which logged steps lead; None if not even the
             start is logged.
         by_headers: Whether only headers are checked, and no payload is read.
+        by_gradients: Whether logged gradients lead on from the window, and no replay.
 
     Returns:
         The reference; None if the steps do not reach the window's end.
@@ -50,7 +52,8 @@ def verified_window(
         check(snapshot, identity=identity, shard=shard)
     contents = [contents_of(snapshot) for snapshot in snapshots]
     last = contents[-1].iteration
-    plan_conversion(contents, last)  # raises for slots that make no whole window
+    # raises for slots that make no whole window
+    plan_conversion(contents, last, by_gradients=by_gradients)
     if replayable_to is None or replayable_to < last:
         return None
     return WindowRef(

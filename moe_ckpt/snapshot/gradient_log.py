@@ -1,0 +1,263 @@
+"""The gradients with which one rank took its steps, by iteration, in host memory.
+
+With these gradients a rank takes its steps again from the state of a snapshot, without
+a pass over a batch. Owns: the copy of each iteration's gradients, its checksum, and the
+memory of the copies. Must not: depend on Megatron, or decide which iterations are
+needed.
+
+    gradients complete ---> copy, checksum, publish ---> vote, clip, step
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
+from moe_ckpt.snapshot.capture import COPY_ERRORS, Piece
+from moe_ckpt.snapshot.codec import (
+    PartKey,
+    ShardIdentity,
+    Snapshot,
+    SnapshotHeader,
+    checksum,
+    layout_parts,
+    verify,
+)
+from moe_ckpt.snapshot.copier import HostCopier
+from moe_ckpt.snapshot.step_log import StepLog
+from moe_ckpt.snapshot.windows import HostBuffers
+from moe_ckpt.types import RunIdentity
+
+_log = logging.getLogger(__name__)
+
+_NOT_LOGGED = "gradients of iteration %d are not logged, training goes on: %s"
+
+
+class GradientPublisher(Protocol):
+    """Stores the entries of a gradient log elsewhere as well."""
+
+    def add_gradients(self, entry: Snapshot) -> None:
+        """Store an entry, in place of an earlier one of the same iteration.
+
+        Raises:
+            CheckpointSaveError: The entry cannot be stored.
+        """
+        ...
+
+    def drop_gradients(self, iterations: Iterable[int]) -> None:
+        """Drop the entries of these iterations.
+
+        The caller reuses the memory of the payloads only after this method returns.
+        """
+        ...
+
+
+class GradientLog:
+    """Gradient log of one rank, for one thread.
+
+    An entry has the form of a snapshot of one slot, whose parts are gradients. An
+    iteration whose gradients overflowed takes no step and has no entry.
+    """
+
+    def __init__(
+        self,
+        copier: HostCopier,
+        buffers: HostBuffers,
+        publisher: GradientPublisher | None,
+        identity: RunIdentity,
+        shard: ShardIdentity,
+    ) -> None:
+        """Begin with an empty log.
+
+        Args:
+            copier: Copies in another thread.
+            buffers: Host memory of the payloads.
+            publisher: Stores the entries elsewhere as well; None: nothing does.
+            identity: The run.
+            shard: The rank.
+        """
+        self._copier = copier
+        self._buffers = buffers
+        self._publisher = publisher
+        self._identity = identity
+        self._shard = shard
+        self._entries: dict[int, Snapshot] = {}
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all logged gradients."""
+        return sum(entry.header.payload_bytes for entry in self._entries.values())
+
+    @property
+    def iterations(self) -> Collection[int]:
+        """The iterations with an entry."""
+        return self._entries.keys()
+
+    def add(self, iteration: int, pieces: Sequence[Piece]) -> None:
+        """Copy and publish the gradients of an iteration.
+
+        An earlier entry of the same iteration is dropped. If the copy fails, the log
+        has a gap, and training continues: a recovery then leads to an iteration before
+        the gap.
+
+        Args:
+            iteration: The iteration.
+            pieces: The gradients, which may change once this method returns.
+        """
+        self.drop(lambda logged: logged == iteration)
+        header = SnapshotHeader(
+            identity=self._identity,
+            shard=self._shard,
+            iteration=iteration,
+            window_start=iteration,
+            slot=0,
+            num_slots=1,
+            full=(),
+            compute=(),
+            adam_steps=(),
+            parts=(),
+            payload_bytes=0,
+            checksum=0,
+        )
+        try:
+            entry = self._copier.run(lambda: self._copy(header, pieces)).result()
+        except COPY_ERRORS as error:
+            _log.warning(_NOT_LOGGED, iteration, error)
+            return
+        try:
+            if self._publisher:
+                self._publisher.add_gradients(entry)
+        except CheckpointSaveError as error:
+            self._buffers.release(entry.payload)
+            _log.warning(_NOT_LOGGED, iteration, error)
+            return
+        self._entries[iteration] = entry
+
+    def adopt(self, entries: Iterable[Snapshot]) -> None:
+        """Take over the entries of an earlier process.
+
+        The buffers of the entries count as acquired from the pool.
+        """
+        assert not self._entries, "adopts into an empty log only"
+        for entry in entries:
+            self._buffers.adopt(entry.payload)
+            self._entries[entry.header.iteration] = entry
+
+    def gradients(self, iteration: int) -> Mapping[PartKey, torch.Tensor]:
+        """Return the gradients of an iteration, by the keys of their pieces.
+
+        Returns:
+            Tensors in host memory, which stay valid until the entry is dropped.
+
+        Raises:
+            CheckpointLoadError: The iteration has no entry.
+        """
+        if iteration not in self._entries:
+            raise CheckpointLoadError(
+                f"gradient log: no iteration {iteration}, got {sorted(self._entries)}"
+            )
+        entry = self._entries[iteration]
+        return {part.key: entry.part(part) for part in entry.header.parts}
+
+    def drop_damaged(self, first: int, last: int) -> bool:
+        """Drop the entries of a range that are damaged, or of another run or rank.
+
+        Args:
+            first: First iteration of the range.
+            last: Last iteration of the range.
+
+        Returns:
+            Whether an entry was dropped.
+        """
+        wanted = {
+            iteration: entry
+            for iteration, entry in self._entries.items()
+            if first <= iteration <= last
+        }
+        intact = intact_iterations(wanted.values(), self._identity, self._shard)
+        self.drop(lambda logged: logged in wanted and logged not in intact)
+        return len(intact) < len(wanted)
+
+    def drop(self, is_dropped: Callable[[int], bool]) -> None:
+        """Drop the entries of some iterations.
+
+        Args:
+            is_dropped: Returns whether the entry of an iteration is dropped.
+        """
+        dropped = [logged for logged in self._entries if is_dropped(logged)]
+        if self._publisher and dropped:
+            self._publisher.drop_gradients(dropped)
+        for iteration in dropped:
+            self._buffers.release(self._entries.pop(iteration).payload)
+
+    def _copy(self, header: SnapshotHeader, pieces: Sequence[Piece]) -> Snapshot:
+        parts, payload_bytes = layout_parts(pieces)
+        buffer = self._buffers.acquire(payload_bytes)
+        tensors = {key: tensor for key, tensor, _ in pieces}
+        targets = buffer[:payload_bytes].split([part.nbytes for part in parts])
+        try:
+            self._copier.copy_now(
+                (target.view(part.dtype), tensors[part.key].detach().reshape(-1))
+                for part, target in zip(parts, targets, strict=True)
+            )
+        except COPY_ERRORS:
+            self._buffers.release(buffer)
+            raise
+        found = checksum(buffer, payload_bytes)
+        sealed = replace(
+            header, parts=parts, payload_bytes=payload_bytes, checksum=found
+        )
+        return Snapshot(header=sealed, payload=buffer)
+
+
+def intact_iterations(
+    entries: Iterable[Snapshot], identity: RunIdentity, shard: ShardIdentity
+) -> frozenset[int]:
+    """Return the iterations whose entries are intact, and of this run and rank.
+
+    All payloads are read and hashed. Damaged entries are logged.
+
+    Args:
+        entries: Entries of a gradient log.
+        identity: The run.
+        shard: The rank.
+    """
+    intact: set[int] = set()
+    for entry in entries:
+        try:
+            verify(entry, identity=identity, shard=shard)
+        except CheckpointLoadError as error:
+            _log.warning("logged gradients cannot be used: %s", error)
+        else:
+            intact.add(entry.header.iteration)
+    return frozenset(intact)
+
+
+def reached_by_gradients(
+    steps: StepLog, iterations: Collection[int], first: int
+) -> int | None:
+    """Return how far logged gradients lead from the state before an iteration.
+
+    Args:
+        steps: The rank's step log.
+        iterations: The iterations with an entry in the rank's gradient log.
+        first: The first iteration to take again.
+
+    Returns:
+        The last iteration up to which all steps from `first` on can be taken again;
+        `first` - 1 if there are none. None without the start of `first`.
+    """
+    last = steps.reaches(first)
+    if last is None:
+        return None
+    for iteration in range(first, last + 1):
+        record = steps.record(iteration)
+        has_gradients = iteration in iterations or record.gradients.overflow
+        if record.after_pass is None or not has_gradients:
+            return iteration - 1
+    return last
