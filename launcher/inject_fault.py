@@ -49,28 +49,22 @@ _PATIENCE_S = 60.0
 _UNITS_S = {"s": 1, "m": 60, "h": 3600}
 # flushed, so that a program that reads the output gets each line at once
 _say = functools.partial(print, flush=True)
-_EXAMPLES = (
-    "examples:\n"
-    "  inject_fault.sh                                       kill one random worker of"
-    " the newest run\n"
-    "  inject_fault.sh --rank 2 --signal STOP                rank 2 hangs\n"
-    "  inject_fault.sh --rank 0 --scope node                 rank 0's node is lost,"
-    " with the host memory of all its ranks\n"
-    "  inject_fault.sh --rank 1 --at-iteration 17 --phase backward\n"
-    "                                                        rank 1 dies as it enters"
-    " backward of iteration 17\n"
-    "  inject_fault.sh --rank 1 --phase recovery             rank 1 dies in the next"
-    " recovery\n"
-    "  inject_fault.sh --mtbf 30s --count 5 --seed 7         five kills of random"
-    " ranks, 30 seconds apart on average\n"
-    "  inject_fault.sh --trace aws_p3.csv --speedup 60       as nodes went in a trace,"
-    " a minute in a second\n"
-    "  inject_fault.sh --mtbf 5m --count 100 --dry-run       print the plan, touch"
-    " nothing\n"
-    "\n"
-    "what happened is added to RUN/faults.jsonl; exit status: 0 all was carried out, 1"
-    " not all or no run, 2 wrong use"
-)
+_EXAMPLES = """\
+examples:
+  (no option)                              kill one random worker of the newest run
+  --rank 2 --signal STOP                   rank 2 hangs
+  --rank 0 --scope node                    the host memory of rank 0's node is lost, too
+  --rank 1 --at-iteration 17 --phase backward
+                                           rank 1 dies as it enters backward of 17
+  --rank 1 --phase recovery                rank 1 dies in the next recovery
+  --mtbf 30s --count 5 --seed 7            five kills of random ranks, 30 s apart on
+                                           average
+  --trace aws_p3.csv --speedup 60          as nodes went in a trace, 60 times as fast
+  --mtbf 5m --count 100 --dry-run          print the plan, touch nothing
+
+scripts/inject_fault.sh takes the same options. What happened is added to
+RUN/faults.jsonl; exit status: 0 all was carried out, 1 not all or no run, 2 wrong use
+"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -242,7 +236,7 @@ def _fail(status: int, message: str) -> int:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="inject_fault.sh",
+        prog="moe-ckpt inject",
         description=(
             "Inject faults into a running job. Without options: SIGKILL to one random"
             " live worker."

@@ -91,9 +91,9 @@ def recoveries(facts: Facts) -> Plot:
         key="recoveries",
         title="Recoveries",
         means=(
-            "What each rank did, from the first sign of a fault until the last rank"
-            " went on: who waited, who replayed which iterations. A rank without a bar"
-            " went on with its iteration."
+            "What each rank did, from the last sign of life of what failed until the"
+            " last rank went on: who waited, who replayed which iterations. A rank"
+            " without a bar went on with its iteration."
         ),
         choices=tuple((_label(each), _gantt(each)) for each in chosen),
         missing="no rank had to recover",
@@ -141,7 +141,7 @@ def _gantt(episode: Episode) -> dict:
     }
     return rows(
         traces,
-        x="time since the first sign, s",
+        x="time since the last sign of life, s",
         height=_height(ranks),
         barmode="overlay",
         **order,
@@ -157,6 +157,7 @@ def memory(facts: Facts) -> Plot:
         _area(tables, grid_us, column, label) for column, label in _MEMORY_PARTS.items()
     ]
     traces = [trace for trace in traces if any(trace["y"])]
+    longest = max(map(len, tables), default=0)
     traces.append(_area(tables, grid_us, "allocated_bytes", "allocated", dash="solid"))
     traces.append(
         _area(
@@ -188,7 +189,7 @@ def memory(facts: Facts) -> Plot:
             "this run's policy keeps nothing in host memory, or did not come to it"
             " (event HostMemoryUsed)"
         ),
-        note=left_out(_GRID, max(map(len, tables), default=0), "moments are shown"),
+        note=f"drawn at {_GRID} moments" if longest > _GRID else "",
     )
 
 

@@ -177,7 +177,9 @@ def test_one_of_four_hosts_is_replaced(
     else:
         require_kept_processes(job, workers)
     assert [job.status(host) for host in (0, 1, 3, 4)] == [0] * 4
-    assert "Error waiting on exit barrier" not in job.said()
+    # an agent that waited in vain for the lost one. The agent with the store may leave
+    # the barrier before another one has read its answer: torch's DistNetworkError
+    assert "torch.distributed.DistStoreError" not in job.said()
     if policy[0] == "ckpt=checkfreq":
         [event] = events_of(job.run, StateResumed)
         assert (event.source, event.iteration >= 8) == ("local disk", True)
