@@ -69,6 +69,7 @@ AXES: dict[str, Sequence[Any]] = {
     "boundary_log": [True, False],
     "keep_windows": [1, 2],
     "pause_iters": ["auto", 1, 3],
+    "recovery": ["replay", "gradients"],
 }
 
 
@@ -124,7 +125,13 @@ def test_rows_cover_every_pair() -> None:
 def test_a_recovered_job_ends_as_without_faults(row: Any, tmp_path: Path) -> None:
     settings = {
         name: getattr(row, name)
-        for name in ("window", "pause_iters", "boundary_log", "keep_windows")
+        for name in (
+            "window",
+            "pause_iters",
+            "boundary_log",
+            "keep_windows",
+            "recovery",
+        )
     }
     exact(
         made(

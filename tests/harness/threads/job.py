@@ -882,6 +882,9 @@ class ThreadJob:
             num_micro_batches=MICRO_BATCHES,
             boundary_log_bytes=neighbours * MICRO_BATCHES * BOUNDARY_BYTES,
             step_log_bytes=sum(tensor.nbytes for tensor in model.begin(0).values()),
+            gradient_bytes=sum(weight.master.nbytes for weight in model.owned)
+            if self.config.logs_gradients
+            else 0,
             tied_gradient_bytes=tied.master.nbytes if tied else 0,
         )
         computed = NOTHING_COMPUTED

@@ -30,6 +30,7 @@ from moe_ckpt.snapshot.codec import (
     COMPUTE,
     EXP_AVG,
     EXP_AVG_SQ,
+    GRADIENT,
     MASTER,
     PartKey,
 )
@@ -492,6 +493,9 @@ class Model:
             iteration,
             {name: buffer.clone() for name, buffer in self.buffers.items()},
         )
+        return self._small_state()
+
+    def _small_state(self) -> dict[str, torch.Tensor]:
         return {
             "generator": self.generator.get_state(),
             "loss_scale": self.loss_scale.clone(),
@@ -562,6 +566,22 @@ class Model:
         self.update(record.gradients)
         self.on_replay(record.iteration)
         self.gather()
+
+    def after_pass(self) -> Mapping[str, torch.Tensor]:
+        return {
+            **self._small_state(),
+            **{f"buffer.{name}": each.clone() for name, each in self.buffers.items()},
+        }
+
+    def step_again(self, record: StepRecord) -> None:
+        assert record.after_pass is not None
+        self.restore_start(record.after_pass)
+        self.update(record.gradients)
+
+    def restore_buffers(self, record: StepRecord) -> None:
+        assert record.after_pass is not None
+        for name, buffer in self.buffers.items():
+            buffer.copy_(record.after_pass[f"buffer.{name}"])
 
     def require_same_samples(self) -> None:
         if self.reads_others:
@@ -678,6 +698,16 @@ class Model:
         compute: Collection[str],
         adam_steps: Sequence[float],
     ) -> None:
+        self._load(parts, full, compute, adam_steps)
+        self.gather()
+
+    def _load(
+        self,
+        parts: Mapping[PartKey, torch.Tensor],
+        full: Collection[str],
+        compute: Collection[str],
+        adam_steps: Sequence[float],
+    ) -> None:
         for weight in self.owned:
             if str(weight.operator) in full:
                 for role, tensor in self._state(weight).items():
@@ -695,7 +725,32 @@ class Model:
                 buffer.copy_(
                     _found(parts, PartKey(operator=str(gate), tensor=name, role=BUFFER))
                 )
-        self.gather()
+
+    def gradient_pieces(self) -> list[Piece]:
+        return [
+            (weight.key(GRADIENT), weight.gradient[weight.owned], weight.range)
+            for weight in self.owned
+        ]
+
+    def set_gradients(
+        self, gradients: Mapping[PartKey, torch.Tensor], updated: Collection[str]
+    ) -> None:
+        for weight in self.owned:
+            weight.gradient.zero_()
+            if str(weight.operator) in updated:
+                logged = _found(gradients, weight.key(GRADIENT))
+                weight.gradient[weight.owned] = logged
+
+    def load_own(
+        self,
+        parts: Mapping[PartKey, torch.Tensor],
+        full: Collection[str],
+        adam_steps: Sequence[float],
+    ) -> None:
+        self._load(parts, full, (), adam_steps)
+
+    def make_whole(self) -> None:
+        """Do nothing: all shared weights are sharded."""
 
     def digests(self) -> Mapping[str, str]:
         state_of = lambda weight: (  # noqa: E731
