@@ -31,6 +31,7 @@ from moe_ckpt.config import (
     CkptConfig,
     FlowcheckConfig,
     InMemoryConfig,
+    MoevementConfig,
     require,
 )
 from moe_ckpt.durable.checkpoint_folder import CheckpointFolder
@@ -200,10 +201,8 @@ def attach(
         wanted,
     )
     if in_memory := ckpt.in_memory:
-        has_virtual_stages = len(state.model) > 1
-        if (has_virtual_stages or in_memory.logs_gradients) and in_memory.boundary_log:
-            # with virtual stages the last stage also sends to the first one; logged
-            # gradients lead on without a neighbour's tensors
+        if len(state.model) > 1 and isinstance(in_memory, MoevementConfig):
+            # with virtual stages the last stage also sends to the first one
             in_memory = replace(in_memory, boundary_log=False)
         require_replayable(state, rows=loop.communicator.rows)
         operators = RankOperators(state)

@@ -199,6 +199,11 @@ class PolicyConfig:
         return False
 
     @property
+    def logs_boundaries(self) -> bool:
+        """Whether ranks log the tensors that cross stages."""
+        return False
+
+    @property
     def copies_gradients(self) -> bool:
         """Whether peers keep copies of logged gradients."""
         return False
@@ -566,6 +571,10 @@ class MoevementConfig(HostMemoryConfig):
         return self.recovery == GRADIENTS
 
     @property
+    def logs_boundaries(self) -> bool:
+        return self.boundary_log and self.replays
+
+    @property
     def copies_gradients(self) -> bool:
         return self.logs_gradients and self.replicate_gradients
 
@@ -613,8 +622,6 @@ class MoevementConfig(HostMemoryConfig):
 class RollbackConfig(HostMemoryConfig):
     """Settings of policies under which all ranks roll back to the newest snapshot."""
 
-    # all stages roll back together: no stage replays from the logs of its neighbours
-    boundary_log: ClassVar[bool] = False
     keep_windows: ClassVar[int] = 1
     # the account of lost tokens is exact: whole tokens, no probabilities, no decay
     popularity: ClassVar[str] = "hard"

@@ -463,6 +463,9 @@ class HostMemoryUsed(Event):
     double_buffered_dense_bytes: int
     """Two dense snapshots of this rank's state, for comparison."""
 
+    gradient_log_bytes: int = 0
+    """Logged gradients."""
+
 
 class StateLost(_IterationEvent):
     """This rank's training state was lost on purpose during `iteration`."""

@@ -11,6 +11,8 @@ iteration again: the outcome would differ.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from moe_ckpt.config import (
     AUTO,
     CKPT_CONFIGS,
@@ -20,6 +22,7 @@ from moe_ckpt.config import (
     require,
     require_choice,
 )
+from moe_ckpt.faults.schedule import StateLoss
 
 BITWISE, STATE = "bitwise", "state"
 SETTING = "run.exactness"
@@ -45,6 +48,7 @@ def require_valid(exactness: str, *, may_be_auto: bool) -> None:
 def require_kept(
     exactness: str,
     ckpt: CkptConfig,
+    losses: Sequence[StateLoss],
     check_determinism: bool | str,
 ) -> None:
     """Refuse settings under which recoveries cannot keep a promise.
@@ -52,6 +56,7 @@ def require_kept(
     Args:
         exactness: The promise.
         ckpt: The policy.
+        losses: Losses of state in living processes, on purpose.
         check_determinism: Whether a pass is run twice to compare gradients.
 
     Raises:
@@ -61,6 +66,11 @@ def require_kept(
     if exactness != STATE:
         return
     require(not ckpt.replays, SETTING, exactness, f"{BITWISE} {_why_not(ckpt)}")
+    wanted = (
+        f"{BITWISE}, or no losses of state (fault=state_loss, run.lose): a replay"
+        " rebuilds such a state"
+    )
+    require(not losses or ckpt.logs_gradients, SETTING, exactness, wanted)
     wanted = (
         f"{AUTO} or false with {SETTING}={STATE}, under which two passes may differ"
     )

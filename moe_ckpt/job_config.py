@@ -70,7 +70,7 @@ class JobConfig:
 
     def __post_init__(self) -> None:
         require_valid(self.exactness, may_be_auto=True)
-        require_kept(self.exactness, self.ckpt, self.check_determinism)
+        require_kept(self.exactness, self.ckpt, self.losses, self.check_determinism)
         require_switch("check_determinism", self.check_determinism)
         require_auto("parallel.ranks_per_node", self.ranks_per_node, 1, "a number")
 

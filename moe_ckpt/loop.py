@@ -737,7 +737,7 @@ def train(
         MoeCkptError: Settings or checkpoints that cannot work.
     """
     worker, job, events = joined.worker, joined.worker.job, joined.events
-    require_kept(training.exactness, job.ckpt, job.check_determinism)
+    require_kept(training.exactness, job.ckpt, job.losses, job.check_determinism)
     if job.ckpt.in_memory is not None:
         require_recoverable(
             training.iteration.state, is_supervised=worker.is_supervised

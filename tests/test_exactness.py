@@ -45,9 +45,10 @@ def test_a_policy_that_replays_cannot_keep_the_state(
     assert way("gemini", STATE).exactness == STATE
     assert way("moevement", BITWISE).exactness == BITWISE
     wanted = (
-        r"^run\.exactness: got 'state', wanted bitwise with ckpt=moevement, whose"
-        r" recoveries run iterations again "
-        rf"\(run\.exactness=state is for {', '.join(SAVING)}\)$"
+        r"^run\.exactness: got 'state', wanted bitwise with ckpt=moevement and"
+        r" ckpt\.recovery=replay, whose recoveries run iterations again"
+        r" \(run\.exactness=state is for ckpt\.recovery=gradients, and for"
+        rf" {', '.join(SAVING)}\)$"
     )
     with pytest.raises(ConfigError, match=wanted):
         way("moevement", STATE)
@@ -57,6 +58,11 @@ def test_a_policy_that_replays_cannot_keep_the_state(
 def test_all_other_policies_keep_either(policy: str) -> None:
     assert own(policy, STATE).exactness == STATE
     assert own(policy, BITWISE).exactness == BITWISE
+
+
+@pytest.mark.parametrize("way", [launched, attached])
+def test_logged_gradients_keep_the_state(way) -> None:
+    way("moevement", STATE, "ckpt.recovery=gradients")
 
 
 @pytest.mark.parametrize("way", [launched, own])
@@ -148,8 +154,8 @@ def test_a_loop_without_a_deterministic_mode_is_made_so_on_demand_only() -> None
             "moevement",
             OPTION,
             (
-                r"^--deterministic-mode: got False, wanted True with ckpt=moevement,"
-                r" whose rec"
+                r"^--deterministic-mode: got False, wanted True with ckpt=moevement"
+                r" and ckpt\.recovery=replay, whose rec"
             ),
         ),
         (
@@ -157,8 +163,8 @@ def test_a_loop_without_a_deterministic_mode_is_made_so_on_demand_only() -> None
             "moevement",
             None,
             (
-                r"^run\.exactness: got 'auto', wanted bitwise with ckpt=moevement,"
-                r" whose recover"
+                r"^run\.exactness: got 'auto', wanted bitwise with ckpt=moevement"
+                r" and ckpt\.recovery=replay, whose recover"
             ),
         ),
     ],

@@ -33,6 +33,7 @@ _MEMORY_PARTS = {
     "buffer_bytes": "buffers",
     "boundary_log_bytes": "boundary logs",
     "step_log_bytes": "step logs",
+    "gradient_log_bytes": "logged gradients",
 }
 
 

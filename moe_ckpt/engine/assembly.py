@@ -306,9 +306,10 @@ class InMemoryAssembly:
         mine = StageProfile(
             table=table,
             boundary_log_bytes=self._adapter.boundary_log_bytes
-            if self._config.boundary_log
+            if self._config.logs_boundaries
             else 0,
-            step_log_bytes=self._adapter.step_log_bytes + self._adapter.gradient_bytes,
+            step_log_bytes=self._adapter.step_log_bytes,
+            gradient_bytes=self._adapter.gradient_bytes,
         )
         return share_profiles(self._position, mine, self._profiles)
 

@@ -91,7 +91,7 @@ class RankMemory:
         snapshot_buffers = HostBuffers(
             shared_or_private, limit_bytes=snapshots_limit_bytes
         )
-        keeps_log = config.boundary_log and position.num_stages > 1
+        keeps_log = config.logs_boundaries and position.num_stages > 1
 
         # a thread of its own: training waits for gradients, and not for the snapshot
         # that is being copied

@@ -54,7 +54,7 @@ def share_profiles(
         `known` itself if the profiles have not changed.
     """
     logs = torch.tensor(
-        [mine.boundary_log_bytes, mine.step_log_bytes],
+        [mine.boundary_log_bytes, mine.step_log_bytes, mine.gradient_bytes],
         dtype=torch.int64,
         device=position.device,
     )
@@ -127,8 +127,9 @@ def _with_layers_shifted(stage: StageProfile, by: int) -> StageProfile:
 
 def _unpack(packed: bytes) -> StageProfile:
     operators, columns = unpack_rows(packed)
-    boundary_log_bytes, step_log_bytes, num_kinds = columns[:3, 0].tolist()
-    kinds = np.split(columns[3:], num_kinds)
+    *log_bytes, num_kinds = columns[:4, 0].tolist()
+    boundary_log_bytes, step_log_bytes, gradient_bytes = log_bytes
+    kinds = np.split(columns[4:], num_kinds)
     table = OperatorTable(
         operators=operators,
         full_bytes=kinds[0],
@@ -139,4 +140,5 @@ def _unpack(packed: bytes) -> StageProfile:
         table=table,
         boundary_log_bytes=boundary_log_bytes,
         step_log_bytes=step_log_bytes,
+        gradient_bytes=gradient_bytes,
     )

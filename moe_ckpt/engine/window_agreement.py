@@ -106,6 +106,9 @@ class WindowAgreement:
                     if self._memory.boundary
                     else 0,
                     step_log_bytes=self._memory.steps.size_bytes,
+                    gradient_log_bytes=self._memory.gradients.size_bytes
+                    if self._memory.gradients
+                    else 0,
                     allocated_bytes=self._memory.allocated_bytes(),
                     double_buffered_dense_bytes=2 * self._dense_bytes,
                 )

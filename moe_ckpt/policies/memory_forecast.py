@@ -27,7 +27,7 @@ class MemoryForecast:
     """Bytes of boundary logs, which hold tensors sent to neighbouring stages."""
 
     step_log_bytes: int
-    """Bytes of step logs."""
+    """Bytes of step logs and of logged gradients."""
 
     copies_bytes: int
     """Bytes of snapshots and logs that the rank keeps for other ranks."""
@@ -53,7 +53,7 @@ class MemoryForecast:
         parts = {
             "snapshots, persisted and in flight": self.snapshots_bytes,
             "boundary logs": self.boundary_log_bytes,
-            "step logs": self.step_log_bytes,
+            "step logs and gradients": self.step_log_bytes,
             "copies for other ranks": self.copies_bytes,
             "total": self.total_bytes,
             "for comparison, two dense checkpoints": self.double_buffered_dense_bytes,
@@ -125,7 +125,8 @@ def forecast(
         keep_windows: The number of windows that are kept.
         log_bytes_per_iteration: The bytes that the rank adds to its boundary log.
         dense_bytes: The bytes of the rank's whole state.
-        step_log_bytes_per_iteration: The bytes that the rank adds to its step log.
+        step_log_bytes_per_iteration: The bytes that the rank adds to its step log, and
+            to its gradient log.
         num_copies: The number of other ranks whose windows and step logs the rank also
             keeps.
         largest_window_bytes: The largest window of these other ranks, in bytes.

@@ -83,7 +83,7 @@ class SparseWindows:
         self._own_stage = own_stage
         # without boundary logs all stages replay together, and stages wait for each
         # other as in training
-        self._alone_share = alone_share if config.boundary_log else 1.0
+        self._alone_share = alone_share if config.logs_boundaries else 1.0
         self._table = own.table
         self._fixed = schedule.fixed_order(self._table.operators)
         self._sizes = sizes or WindowSizes(config, stages, num_copies)

@@ -26,6 +26,14 @@ class StageProfile:
     step_log_bytes: int
     """Bytes that one rank of the stage adds to the step log in an iteration."""
 
+    gradient_bytes: int = 0
+    """Bytes that one rank of the stage adds to the gradient log in an iteration."""
+
+    @property
+    def shared_log_bytes(self) -> int:
+        """Bytes that one rank of the stage logs in shared memory in an iteration."""
+        return self.step_log_bytes + self.gradient_bytes
+
     @property
     def dense_bytes(self) -> int:
         """The bytes of the whole state on the rank with the most bytes."""
@@ -41,6 +49,7 @@ def have_equal_bytes(one: StageProfile, other: StageProfile) -> bool:
     return (
         one.boundary_log_bytes == other.boundary_log_bytes
         and one.step_log_bytes == other.step_log_bytes
+        and one.gradient_bytes == other.gradient_bytes
         and kinds[0] == kinds[1]
         and _are_equal(one.table.owned, other.table.owned)
     )

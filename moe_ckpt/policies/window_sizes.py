@@ -156,7 +156,7 @@ class WindowSizes:
             keep_windows=self._keep_windows,
             log_bytes_per_iteration=kind.stage.boundary_log_bytes,
             dense_bytes=kind.stage.dense_bytes,
-            step_log_bytes_per_iteration=kind.stage.step_log_bytes,
+            step_log_bytes_per_iteration=kind.stage.shared_log_bytes,
             num_copies=self._num_copies,
             largest_window_bytes=max(
                 each.window(num_slots).window_bytes for each in self.kinds
@@ -188,7 +188,7 @@ class WindowSizes:
         profile, shortest = kind.stage, self._forecast_of(kind, num_slots)
         budget = self._config.memory_budget_bytes
         num_windows = self._keep_windows + 1  # kept, and the window in progress
-        log_bytes = profile.boundary_log_bytes + profile.step_log_bytes
+        log_bytes = profile.boundary_log_bytes + profile.shared_log_bytes
         # without a budget, logs may take as many bytes as the whole state: a pause
         # needs no more memory than a second dense snapshot
         if budget is None:
@@ -199,7 +199,7 @@ class WindowSizes:
             )
         else:
             free_bytes = budget - shortest.total_bytes
-            log_bytes += self._num_copies * profile.step_log_bytes
+            log_bytes += self._num_copies * profile.shared_log_bytes
         if log_bytes == 0:
             return MOST_PAUSE_ITERS
         return min(MOST_PAUSE_ITERS, max(0, free_bytes // (num_windows * log_bytes)))

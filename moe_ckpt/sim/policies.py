@@ -353,7 +353,7 @@ def _moevement(config: MoevementConfig, setup: Setup) -> Saving:
         host=host,
         reload_bytes_per_s=setup.cluster.copy_bytes_per_s,
         replicas=replicas,
-        logs=config.boundary_log,
+        logs=config.logs_boundaries,
         keep_windows=config.keep_windows,
         kept_bytes_per_s=link.bytes_per_s,
         peer_bytes_per_s=rates.to_peers(replicas),

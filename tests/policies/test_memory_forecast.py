@@ -48,7 +48,7 @@ def test_a_forecast_is_readable() -> None:
     assert lines == [
         "snapshots, persisted and in flight            28.0 MiB",
         "boundary logs                                  1.5 MiB",
-        "step logs                                      0.2 MiB",
+        "step logs and gradients                        0.2 MiB",
         "copies for other ranks                         7.0 MiB",
         "total                                         30.0 MiB",
         "for comparison, two dense checkpoints         24.0 MiB",

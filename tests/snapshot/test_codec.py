@@ -166,7 +166,7 @@ def test_tensors_keep_their_bits_in_every_precision() -> None:
     "pieces",
     [
         [piece(torch.zeros(1)), piece(torch.zeros(2))],
-        [piece(torch.zeros(1), role="gradient")],
+        [piece(torch.zeros(1), role="hessian")],
         [(piece(torch.zeros(3))[0], torch.zeros(3), (0, 4))],
     ],
     ids=["same key twice", "unknown role", "range of another size"],
@@ -435,8 +435,8 @@ def test_any_other_value_in_a_sealed_header_is_read_or_refused(
         ),
         (
             "parts 0 key role",
-            "gradient",
-            "gradient of a .*: got role 'gradient', wanted one of compute",
+            "hessian",
+            "hessian of a .*: got role 'hessian', wanted one of compute",
         ),
         (
             "parts 0 key role",
