@@ -95,6 +95,17 @@ def test_a_step_comes_back_with_its_start() -> None:
     assert_same(its_start, start())
 
 
+def test_the_state_after_a_pass_comes_back_beside_the_start() -> None:
+    record = StepRecord(
+        iteration=6, gradients=GRADIENTS, tied_gradient=None, after_pass=start()
+    )
+    small = {"odd": torch.arange(2)}
+    found, its_start = step_from_bytes(6, step_to_bytes(record, small))
+    assert found.after_pass is not None
+    assert_same(found.after_pass, start())
+    assert_same(its_start, small)
+
+
 def test_a_step_without_a_start_has_an_empty_one() -> None:
     record = StepRecord(iteration=6, gradients=GRADIENTS, tied_gradient=None)
     found, its_start = step_from_bytes(6, step_to_bytes(record, None))
