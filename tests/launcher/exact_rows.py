@@ -157,6 +157,7 @@ RECOVERY: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "windows kept": {"one": (), "two": ("ckpt.keep_windows=2",)},
     "boundary log": {"on": (), "off": ("ckpt.boundary_log=false",)},
+    "recovery": {"replay": (), "gradients": ("ckpt.recovery=gradients",)},
 }
 
 AXES = {name: tuple(values) for name, values in {**RECOVERY, **TRAINING}.items()}
@@ -171,6 +172,8 @@ RULES: list[tuple[Row, dict[str, set[str]]]] = [
     # each rank has some of the experts
     ({"experts": "shared"}, {"style": {"Llama", "GPT"}}),
     ({"style": "GPT biased"}, {"layout": {"PP2", "DP4", "TP2"}}),
+    # Algorithm 1 as printed counts compute weights, which only a replay needs
+    ({"order": "decayed"}, {"recovery": {"replay"}}),
 ]
 """Rules: a row with the values on the left has the values on the right.
 

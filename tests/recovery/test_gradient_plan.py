@@ -66,7 +66,7 @@ def test_ranks_may_have_windows_of_their_own() -> None:
 
 
 def test_a_lost_memory_is_fetched_from_the_holder_that_is_asked_least() -> None:
-    held = dict.fromkeys((0, 1), (WHOLE,))
+    held: Mapping[int, tuple[WindowRef, ...]] = dict.fromkeys((0, 1), (WHOLE,))
     found = plan(
         [0, 1],
         inventory(0),
