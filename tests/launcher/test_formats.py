@@ -16,6 +16,7 @@ from allpairspy import AllPairs
 
 from launcher.config import Settings, compose_settings
 from launcher.run import run
+from moe_ckpt.config import RECOVERIES
 from moe_ckpt.engine.session import Session
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.events import StateLost, StateResumed
@@ -80,8 +81,9 @@ def _full(*rows: str) -> list[Any]:
         *_full(BLOCKWISE, *FP8_STORED),
     ],
 )
+@pytest.mark.parametrize("recovery", RECOVERIES)
 def test_a_lost_state_is_rebuilt_in_every_format(
-    precision: str, tmp_path: Path
+    recovery: str, precision: str, tmp_path: Path
 ) -> None:
     training = (*PP2_DP2, *f"precision={precision}".split(" "))
     result = train(
@@ -90,13 +92,15 @@ def test_a_lost_state_is_rebuilt_in_every_format(
         *training,
         *losing((5, 0, "backward"), (6, 1, "step")),
         "ckpt.window=3",
+        f"ckpt.recovery={recovery}",
     )
     assert len(events_of(tmp_path, StateLost, 0)) == 1
     assert outcome_of(tmp_path, result) == uninterrupted(4, *training)
 
 
+@pytest.mark.parametrize("recovery", RECOVERIES)
 def test_a_fault_after_an_evaluation_leaves_the_scales_of_a_run_without(
-    tmp_path: Path,
+    recovery: str, tmp_path: Path
 ) -> None:
     """Evaluation passes note largest values, too.
 
@@ -115,6 +119,7 @@ def test_a_fault_after_an_evaluation_leaves_the_scales_of_a_run_without(
         *evaluating,
         *losing((5, 0, "backward"), (7, 1, "step")),
         "ckpt.window=2",
+        f"ckpt.recovery={recovery}",
     )
     assert len(events_of(tmp_path, StateLost, 0)) == 1
     assert outcome_of(tmp_path, result) == uninterrupted(2, *evaluating)
