@@ -24,9 +24,10 @@ from moe_ckpt.recovery.convert import plan_conversion
 from moe_ckpt.recovery.gradient_plan import GradientPlan, plan_by_gradients
 from moe_ckpt.recovery.inventory import Inventory
 from moe_ckpt.recovery.target import Target
-from moe_ckpt.snapshot.gradient_log import reached_by_gradients
-from moe_ckpt.snapshot.step_log import StepRecord
+from moe_ckpt.snapshot.gradient_log import reach_by_gradients
+from moe_ckpt.snapshot.step_log import Reach, StepRecord
 from moe_ckpt.snapshot.verified_windows import contents_of
+from moe_ckpt.snapshot.windows import Window
 
 
 class GradientRecovery(Rebuilding[GradientPlan]):
@@ -50,6 +51,7 @@ class GradientRecovery(Rebuilding[GradientPlan]):
             target.lost_ranks if target else range(len(inventories)),
             inventories,
             target_iteration=target.iteration if target else None,
+            branch=target.branch if target else None,
         )
 
     def is_intact(self, plan: GradientPlan, *, has_fetched: bool = False) -> bool:
@@ -83,9 +85,9 @@ class GradientRecovery(Rebuilding[GradientPlan]):
             stage_ranks.confirm()
         return 0
 
-    def _reached(self, first: int) -> int | None:
-        return reached_by_gradients(
-            self._memory.steps, self._gradients.iterations, first
+    def _reach(self, window: Window) -> Reach | None:
+        return reach_by_gradients(
+            self._memory.steps, self._gradients.checksums, window.snapshots
         )
 
     def _rebuild(self, span: range, target: int) -> None:

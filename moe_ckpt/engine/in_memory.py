@@ -81,7 +81,9 @@ class InMemoryCheckpointing:
         # the copier reads the tensors that the recovery is about to overwrite
         self.tier.finish_snapshot()
         assert self._rebuilding is not None, lost
-        self._rebuilding.recover(lost, target_iteration, undo=undo)
+        self._rebuilding.recover(
+            lost, target_iteration, self.tier.logs.branch_of_state, undo=undo
+        )
         # the loss tears the snapshot in flight: without the torn slot no rank has a
         # complete window
         self.tier.retake(target_iteration)

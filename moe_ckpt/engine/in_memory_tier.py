@@ -134,6 +134,7 @@ class InMemoryTier:
     def committed(self, iteration: int) -> None:
         """End the iteration: the state is the state after `iteration` steps."""
         self._meter.iteration_finished()
+        self.logs.committed()
         self._experts.make_up(iteration)
         if self.recovers_locally:
             self.logs.note_start(iteration + 1)
@@ -231,7 +232,8 @@ class InMemoryTier:
         whole = [snapshot for window in kept if window for snapshot in window.snapshots]
         with self._meter.stalling():
             self._sink.hand_over(
-                self._store.wanted(plan)[0], whole[0] if whole else None
+                self._store.wanted(plan, self.logs.branch_of_state)[0],
+                whole[0] if whole else None,
             )
 
     def stop_observing(self) -> None:
@@ -311,7 +313,8 @@ class InMemoryTier:
     def _capture(self, plan: SlotPlan) -> None:
         self._agreement.has_failed = False
         bubble_bytes = self._meter.bubble_bytes() if self._memory.bubbles else 0.0
-        self._memory.engine.capture(self._store.wanted(plan), bubble_bytes=bubble_bytes)
+        wanted = self._store.wanted(plan, self.logs.branch_of_state)
+        self._memory.engine.capture(wanted, bubble_bytes=bubble_bytes)
 
     def _collect(self, *, wait: bool) -> None:
         try:

@@ -26,7 +26,25 @@ class IterationLogs:
         self._operators = parts.adapter.operators
         self._memory = parts.memory
         self._noted: int | None = None
+        self._branch = 0
+        self.branch_of_state = 0
+        """Branch of the run in which the last iteration was trained."""
+
         self._longest_iters = 0
+
+    def begin_branch(self, branch: int, of_state: int) -> None:
+        """Note the branch in which the next iterations are trained.
+
+        Args:
+            branch: The branch that begins.
+            of_state: The branch in which the iteration of the present state was
+                trained.
+        """
+        self._branch, self.branch_of_state = branch, of_state
+
+    def committed(self) -> None:
+        """Note that an iteration of the present branch has taken its step."""
+        self.branch_of_state = self._branch
 
     def begin(self, iteration: int) -> None:
         """Log the start of the iteration, and begin to log tensors for neighbours.
@@ -70,11 +88,18 @@ class IterationLogs:
         record = self._stage.record(iteration, gradients)
         log = self._memory.gradients
         if log is not None:
-            record = replace(record, after_pass=self._stage.after_pass())
+            checksum = None
             if not gradients.overflow:
                 # before the vote: a rank that dies after the vote has to reach the
                 # iteration
-                log.add(iteration, self._operators.gradient_pieces())
+                checksum = log.add(iteration, self._operators.gradient_pieces())
+            record = replace(
+                record,
+                after_pass=self._stage.after_pass(),
+                gradients_checksum=checksum,
+                branch=self._branch,
+                follows=self.branch_of_state,
+            )
         self._memory.steps.add(record)
 
     def end_pass(self) -> None:

@@ -122,7 +122,7 @@ class PartialRecovery:
             fetched_bytes = sum(header.payload_bytes for header in fetched)
             shares = self._load(plan, units)
         self._begin_epoch(stocks)
-        state.be_at(plan.version.iteration)
+        state.be_at(plan.version.iteration, None)
         return RecoveredState(
             iteration=plan.version.iteration,
             went_back=True,

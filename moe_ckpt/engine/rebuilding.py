@@ -23,6 +23,7 @@ from moe_ckpt.events import CheckpointSkipped
 from moe_ckpt.recovery.inventory import Inventory, ReplayedState, WindowRef
 from moe_ckpt.recovery.plan import Fetch
 from moe_ckpt.recovery.target import Target
+from moe_ckpt.snapshot.step_log import Reach
 from moe_ckpt.snapshot.verified_windows import verified_window
 from moe_ckpt.snapshot.windows import Window
 
@@ -50,6 +51,14 @@ class Plan(Protocol):
     @property
     def goes_back(self) -> bool:
         """Whether at least one rank loads a state."""
+        ...
+
+    @property
+    def branch(self) -> int | None:
+        """Branch in which the target was trained.
+
+        None where branches make no difference.
+        """
         ...
 
     def window_of(self, global_rank: int, stage: int) -> range | None:
@@ -132,18 +141,12 @@ class Rebuilding(ABC, Generic[P]):
         """
 
     @abstractmethod
-    def _reached(self, first: int) -> int | None:
-        """Return the last iteration to which this rank's logs lead.
+    def _reach(self, window: Window) -> Reach | None:
+        """Return how far this rank's logs lead from a window, or None."""
 
-        Args:
-            first: The first iteration after the state of a window's first snapshot.
-
-        Returns:
-            The iteration; `first` - 1 without entries. None without the start of
-            `first`.
-        """
-
-    def recover(self, lost: LostStages, target: int, *, undo: bool) -> None:
+    def recover(
+        self, lost: LostStages, target: int, branch: int, *, undo: bool
+    ) -> None:
         """Bring all ranks to the state after the target iteration.
 
         All processes live, but some have lost state.
@@ -151,6 +154,7 @@ class Rebuilding(ABC, Generic[P]):
         Args:
             lost: The stages that have lost state.
             target: The iteration to reach.
+            branch: The branch of the run in which the target was trained.
             undo: Whether a later iteration had begun and is abandoned. Healthy ranks
                 then restore the state that this iteration changed.
 
@@ -172,6 +176,7 @@ class Rebuilding(ABC, Generic[P]):
             iteration=target,
             lost_stages=lost.stages,
             lost_ranks=frozenset(rank for rank, has in enumerate(have_lost) if has),
+            branch=branch,
             finishing_stages=frozenset(),
         )
         plan = self.intact_plan(aim)
@@ -242,7 +247,7 @@ class Rebuilding(ABC, Generic[P]):
                 window.snapshots,
                 self._position.identity,
                 self._position.shard,
-                self._reached(window.start + 1),
+                self._reach(window),
                 by_headers=by_headers,
                 by_gradients=self.by_gradients,
             )

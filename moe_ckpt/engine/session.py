@@ -47,6 +47,9 @@ from moe_ckpt.types import Measured, Phase, ReadyGradients, SnapshotPlan
 
 _log = logging.getLogger(__name__)
 
+_MOST_ENTRIES = 1000
+"""Most times that a generation may go back to a better state (`loss_known`)."""
+
 
 class LeftState(NamedTuple):
     """A state that a process of this rank has left, according to the run's events."""
@@ -133,6 +136,8 @@ class Session:
         self._policy: Policy | None = None
         self._in_memory: InMemoryCheckpointing | None = None
         self._state = StepState()
+        self._branch = 0
+        self._entered: tuple[int, int] = (0, 0)  # generation, and entries of it
         self._begins = False
         # None: this process has not begun at a start of the run
         self._has_left_start: bool | None = None
@@ -182,6 +187,10 @@ class Session:
         # equal on all ranks
         self._policy, self._in_memory = self._build_generation()
         self._has_base = False
+        generation = self._elastic.page.generation if self._elastic else 0
+        before, entries = self._entered
+        self._entered = generation, entries + 1 if before == generation else 0
+        self._branch = generation * _MOST_ENTRIES + self._entered[1]
 
     def recover(self) -> RecoveredState:
         """Bring all ranks to one state, as a generation starts.
@@ -235,7 +244,12 @@ class Session:
 
     def begin_at(self, iteration: int) -> None:
         """Note that all ranks have the whole state after `iteration` steps."""
-        self._state.be_at(iteration)
+        # the state has a branch if a recovery has led to it through memory
+        branch = self._state.branch if self._state.reached == iteration else None
+        branch = self._branch if branch is None else branch
+        self._state.be_at(iteration, branch)
+        if self._in_memory:
+            self._in_memory.tier.logs.begin_branch(self._branch, branch)
         if self._begins:
             self._has_left_start = self._begins = False
         if self._elastic:
@@ -368,14 +382,14 @@ class Session:
         return True
 
     def update_applied(self, iteration: int) -> None:
-        self._state.apply(iteration)
+        self._state.apply(iteration, self._branch)
         self._enter_phase(Phase.STEP)
 
     def step_committed(self, iteration: int) -> None:
         # NCCL has only queued the gather of weights, which may still fail
         if self._in_memory:
             self._in_memory.parts.adapter.position.stage_ranks.confirm()
-        self._state.be_at(iteration)
+        self._state.be_at(iteration, self._branch)
         self._enter_phase(Phase.SNAPSHOT)
         if self._in_memory:
             self._in_memory.tier.committed(iteration)

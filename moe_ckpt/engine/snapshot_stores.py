@@ -71,13 +71,18 @@ class SnapshotStore:
             plan.num_slots * len(self._mine(plan.units)),
         )
 
-    def wanted(self, plan: SlotPlan) -> list[SnapshotRequest]:
-        """Return the requests for the snapshots of the current state."""
+    def wanted(self, plan: SlotPlan, branch: int) -> list[SnapshotRequest]:
+        """Return the requests for the snapshots of the current state.
+
+        Args:
+            plan: The snapshot to take.
+            branch: The branch of the run in which the state was trained.
+        """
         # kept with each unit, because experts go back to different iterations: the loss
         # is a difference to these counts
         seen = self._account.seen() if self._account else {}
         return [
-            self._request(plan, unit, seen.get(unit.name, 0))
+            self._request(plan, unit, branch, seen.get(unit.name, 0))
             for unit in self._mine(plan.units)
         ]
 
@@ -165,7 +170,7 @@ class SnapshotStore:
         return frozenset(window.start for window in windows if window.complete)
 
     def _request(
-        self, plan: SlotPlan, unit: UnitPlan, seen_tokens: int
+        self, plan: SlotPlan, unit: UnitPlan, branch: int, seen_tokens: int
     ) -> SnapshotRequest:
         header = SnapshotHeader(
             identity=self._position.identity,
@@ -180,6 +185,7 @@ class SnapshotStore:
             parts=(),
             payload_bytes=0,
             checksum=0,
+            branch=branch,
             unit=self._tag(plan, unit, seen_tokens) if self._account else None,
         )
         # also of operators with compute weights only: the forward pass of a replay

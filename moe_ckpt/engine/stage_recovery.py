@@ -32,7 +32,9 @@ from moe_ckpt.recovery.plan import RecoveryPlan, Rollback, plan_recovery
 from moe_ckpt.recovery.target import Target
 from moe_ckpt.snapshot.boundary_log import Direction, LoggedEnds
 from moe_ckpt.snapshot.codec import Snapshot
+from moe_ckpt.snapshot.step_log import Reach, reach_by_replay
 from moe_ckpt.snapshot.verified_windows import assignment_of, contents_of
+from moe_ckpt.snapshot.windows import Window
 
 _log = logging.getLogger(__name__)
 
@@ -119,8 +121,8 @@ class StageRecovery(Rebuilding[RecoveryPlan]):
             self._replay_again(plan, mine, differing, progress)
         return 0 if mine is None else target - mine.starts_from
 
-    def _reached(self, first: int) -> int | None:
-        return self._memory.steps.reaches(first)
+    def _reach(self, window: Window) -> Reach | None:
+        return reach_by_replay(self._memory.steps, window.snapshots)
 
     def _execute(
         self, plan: RecoveryPlan, mine: Rollback | None, progress: Progress

@@ -21,7 +21,7 @@ from moe_ckpt.snapshot.blobs import BlobFolder, held_paths
 from moe_ckpt.types import ReadyGradients
 
 _Found = tuple[
-    tuple[int, int | None, bool, bool],
+    tuple[int, int | None, bool, bool, int],
     bool,
     dict[int, frozenset[str]],
     dict[int, ReadyGradients],
@@ -93,8 +93,14 @@ class CopySurvey:
         }
         self._held = {**in_ranks, **self.listed}
         standings = [
-            Standing(stage=stage, reached=reached, prepared=prepared, whole=whole)
-            for (stage, reached, prepared, whole), *_ in found
+            Standing(
+                stage=stage,
+                reached=reached,
+                prepared=prepared,
+                whole=whole,
+                branch=branch,
+            )
+            for (stage, reached, prepared, whole, branch), *_ in found
         ]
         return JobProgress(
             target=plan_target(standings),
@@ -169,5 +175,6 @@ class CopySurvey:
             state.reached,
             state.gradients is not None,
             state.whole,
+            state.branch or 0,
         )
         return standing, has_progress, held, gradients

@@ -93,7 +93,7 @@ class WindowRecovery:
         ):
             # the gather with the rebuilt ranks overwrites this rank's weights, too, and
             # may be cut off
-            state.apply(target.iteration)
+            state.apply(target.iteration, target.branch)
         is_there = (
             live and target is not None and plan.target_iteration == target.iteration
         )
@@ -103,9 +103,9 @@ class WindowRecovery:
         self._computed.free_fetched()
         # drop later records, too: with these records a window would claim to lead to
         # iterations that no rank has reached
-        self._keep_safest()
+        self._keep_safest(plan.target_iteration)
         self._memory.drop_logs_after(plan.target_iteration)
-        state.be_at(plan.target_iteration)
+        state.be_at(plan.target_iteration, plan.branch)
         return RecoveredState(
             iteration=plan.target_iteration,
             went_back=plan.goes_back,
@@ -165,7 +165,7 @@ class WindowRecovery:
         )
         plan = self._rebuilding.intact_plan(None)
         self._rebuilding.carry_out(plan, live=False)
-        self._keep_safest()
+        self._keep_safest(plan.target_iteration)
         span = self._rebuilding.span_for_me(plan)
         assert span is not None, plan
         # other windows were not on all disks, and older windows are not needed any more
@@ -198,16 +198,15 @@ class WindowRecovery:
             # the gradients are still in their buffers, which only the next iteration
             # clears
             self._stage.update(state.gradients)
-            state.apply(target.iteration)
+            state.apply(target.iteration, target.branch)
         if finishes:
             # on all ranks of the stage, including ranks that had gathered: the gather
             # is collective, and may be repeated
             self._stage.gather()
             # before the state counts as whole: NCCL has only queued the gather
             self._position.stage_ranks.confirm()
-            state.be_at(target.iteration)
-        # weights that are not gathered yet are gathered with those of rebuilt ranks
-        if state.reached != target.iteration or not (state.whole or alone):
+            state.be_at(target.iteration, target.branch)
+        if state.reached != target.iteration or not state.whole:
             return False
         # the iteration after the target may have drawn random numbers and changed
         # buffers before the interruption
@@ -313,13 +312,19 @@ class WindowRecovery:
         is_intact = self._rebuilding.is_intact(plan, has_fetched=fetched.is_verified)
         return replace(fetched, is_intact=is_intact)
 
-    def _keep_safest(self) -> None:
+    def _keep_safest(self, target: int) -> None:
         """Keep the common windows with the most copies; of equals, the newer ones.
 
-        Common windows are those that all ranks have.
+        Common windows are those that all ranks have. Windows that end after the target
+        are dropped: iterations that run again may have other results.
+
+        Args:
+            target: The iteration of the present state.
         """
         of_each = gather_results(
-            self._position.ranks, self._copies_by_start, CheckpointLoadError
+            self._position.ranks,
+            functools.partial(self._copies_by_start, target),
+            CheckpointLoadError,
         )
         common = set(of_each[0]).intersection(*of_each)
         # the newest window may be complete on all ranks before the window is copied:
@@ -332,12 +337,16 @@ class WindowRecovery:
         if safest:
             self._memory.snapshots.keep_only(safest)
 
-    def _copies_by_start(self) -> dict[int, int]:
-        """Return the number of peers with a copy of each of this rank's windows."""
+    def _copies_by_start(self, last: int) -> dict[int, int]:
+        """Return the number of peers with a copy of each of this rank's windows.
+
+        Windows that end after the iteration `last` are left out.
+        """
         publisher, held = self._memory.publisher, self.copies.held_for_me()
         return {
             window.start: publisher.num_copies(window.snapshots, held)
             if publisher
             else 0
             for window in self._memory.snapshots.windows()
+            if window.snapshots[-1].header.iteration <= last
         }

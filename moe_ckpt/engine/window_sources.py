@@ -27,8 +27,8 @@ from moe_ckpt.snapshot.blob_keys import belongs_to, newest_snapshot
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path
 from moe_ckpt.snapshot.codec import Snapshot
 from moe_ckpt.snapshot.folder_contents import read_kept
-from moe_ckpt.snapshot.gradient_log import intact_iterations, reached_by_gradients
-from moe_ckpt.snapshot.step_log import StepLog
+from moe_ckpt.snapshot.gradient_log import intact_checksums, reach_by_gradients
+from moe_ckpt.snapshot.step_log import StepLog, reach_by_replay
 from moe_ckpt.snapshot.verified_windows import verified_window
 from moe_ckpt.snapshot.windows import Window, group_windows
 from moe_ckpt.types import ReadyGradients
@@ -192,19 +192,19 @@ class WindowSources:
             steps: The owner's step log.
             logged: The owner's logged gradients; None: a replay leads on.
         """
-        shard, first = window.snapshots[0].header.shard, window.start + 1
+        shard, snapshots = window.snapshots[0].header.shard, window.snapshots
         if shard.global_rank != owner:
             return None
         identity = self._position.identity
         try:
             return verified_window(
-                window.snapshots,
+                snapshots,
                 identity,
                 shard,
-                steps.reaches(first)
+                reach_by_replay(steps, snapshots)
                 if logged is None
-                else reached_by_gradients(
-                    steps, intact_iterations(logged, identity, shard), first
+                else reach_by_gradients(
+                    steps, intact_checksums(logged, identity, shard), snapshots
                 ),
                 by_gradients=logged is not None,
             )

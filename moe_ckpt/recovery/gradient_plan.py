@@ -11,8 +11,9 @@ target; else all ranks go back to the newest iteration that each of them can rea
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from moe_ckpt.errors import NothingLeftError
 from moe_ckpt.recovery.inventory import Inventory, WindowRef, find_memories
@@ -22,12 +23,25 @@ _Windows = Mapping[int, Collection[WindowRef]]
 """The windows of one rank, by the rank in whose memory the windows are."""
 
 
+class _State(NamedTuple):
+    """A state of the whole job. Newer branches are greater."""
+
+    branch: int
+    """Branch of the run in which the iteration was trained."""
+
+    iteration: int
+    """Number of steps in the state."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientPlan:
     """Windows and fetches from which ranks are rebuilt at the target iteration."""
 
     target_iteration: int
     """Iteration at which all ranks end."""
+
+    branch: int
+    """Branch of the run in which the target was trained."""
 
     windows: Mapping[int, range]
     """For each rank that is rebuilt, the iterations after which the snapshots of the
@@ -80,6 +94,7 @@ def plan_by_gradients(
     inventories: Collection[Inventory],
     *,
     target_iteration: int | None,
+    branch: int | None = None,
 ) -> GradientPlan:
     """Return a plan in which as few ranks as possible are rebuilt.
 
@@ -92,6 +107,8 @@ def plan_by_gradients(
         inventories: Sources of all ranks, in any order.
         target_iteration: Iteration that all ranks should reach; None if no rank has
             state.
+        branch: Branch of the run in which that iteration was trained; None if no rank
+            has state.
 
     Raises:
         NothingLeftError: There is no iteration that all ranks can reach. The error
@@ -101,17 +118,26 @@ def plan_by_gradients(
     memories = find_memories(
         sorted(inventories, key=lambda inventory: inventory.global_rank)
     )
-    target, rebuilt = target_iteration, sorted(lost_ranks)
-    if target is None or not all(_leads(memories[rank], target) for rank in rebuilt):
+    rebuilt = sorted(lost_ranks)
+    goal = None
+    if target_iteration is not None and branch is not None:
+        goal = _State(branch, target_iteration)
+    if goal is None or not all(
+        goal in _states(memories[rank], goal.iteration) for rank in rebuilt
+    ):
         rebuilt = sorted(memories)
-        target = _newest_common(memories.values(), target)
-        if target is None:
+        common = set.intersection(
+            *(_states(memory, target_iteration) for memory in memories.values())
+        )
+        if not common:
             raise NothingLeftError(_nothing_found(target_iteration, memories))
+        # the newest branch first: the run has gone back from states of older branches
+        goal = max(common)
     asked: Counter[int] = Counter()
     windows: dict[int, range] = {}
     fetches: list[Fetch] = []
     for rank in rebuilt:
-        holder, window = _source(rank, memories[rank], target, asked)
+        holder, window = _source(rank, memories[rank], goal, asked)
         windows[rank] = window.span
         if holder != rank:
             asked[holder] += 1
@@ -119,39 +145,29 @@ def plan_by_gradients(
                 Fetch(global_rank=rank, source_rank=holder, window_start=window.start)
             )
     return GradientPlan(
-        target_iteration=target, windows=windows, fetches=tuple(fetches)
+        target_iteration=goal.iteration,
+        branch=goal.branch,
+        windows=windows,
+        fetches=tuple(fetches),
     )
 
 
-def _leads(memory: _Windows, iteration: int) -> bool:
-    return any(
-        window.end <= iteration <= window.replayable_to
+def _states(memory: _Windows, last: int | None) -> set[_State]:
+    """Return the states to which a rank's windows lead, up to an iteration."""
+    return {
+        _State(branch, iteration)
         for windows in memory.values()
         for window in windows
-    )
-
-
-def _newest_common(memories: Iterable[_Windows], target: int | None) -> int | None:
-    """Return the newest iteration, at most `target`, that all ranks can reach."""
-    memories = list(memories)
-    # the newest common iteration is the last one to which some window leads, or the
-    # target
-    ends = {
-        window.replayable_to if target is None else min(window.replayable_to, target)
-        for memory in memories
-        for windows in memory.values()
-        for window in windows
+        for iteration in range(window.end, window.replayable_to + 1)
+        if (branch := window.leads_to(iteration)) is not None
+        and (last is None or iteration <= last)
     }
-    for iteration in sorted(ends, reverse=True):
-        if all(_leads(memory, iteration) for memory in memories):
-            return iteration
-    return None
 
 
 def _source(
-    rank: int, memory: _Windows, target: int, asked: Mapping[int, int]
+    rank: int, memory: _Windows, goal: _State, asked: Mapping[int, int]
 ) -> tuple[int, WindowRef]:
-    """Return the rank's newest window that leads to the target, and its holder.
+    """Return the rank's newest window that leads to a state, and its holder.
 
     The rank's own memory comes first, then the holder with the fewest fetches so far.
     """
@@ -159,7 +175,7 @@ def _source(
         (holder, window)
         for holder, windows in memory.items()
         for window in windows
-        if window.end <= target <= window.replayable_to
+        if window.leads_to(goal.iteration) == goal.branch
     ]
     return min(
         found,

@@ -31,6 +31,11 @@ class WindowRef:
     ranks of a stage.
     """
 
+    branches: tuple[int, ...] = ()
+    """Branches of the run in which the iterations from `end` to `replayable_to` were
+    trained. Empty where branches make no difference.
+    """
+
     def __post_init__(self) -> None:
         assert self.num_slots >= 1, self
         assert self.replayable_to >= self.end, self
@@ -47,6 +52,17 @@ class WindowRef:
         Windows that are used together have equal `span`.
         """
         return range(self.start, self.start + self.num_slots)
+
+    def leads_to(self, iteration: int) -> int | None:
+        """Return the branch of the state at `iteration` to which the window leads.
+
+        Returns:
+            The branch, 0 where branches make no difference. None if the window does not
+            lead to the iteration.
+        """
+        if not self.end <= iteration <= self.replayable_to:
+            return None
+        return self.branches[iteration - self.end] if self.branches else 0
 
     def is_of(self, other: WindowRef) -> bool:
         """Return whether two ranks of one stage can use these two windows together."""

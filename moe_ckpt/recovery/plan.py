@@ -95,6 +95,11 @@ class RecoveryPlan:
         """Whether at least one rank loads a state."""
         return bool(self.rollbacks)
 
+    @property
+    def branch(self) -> None:
+        """None: a replay leads to the same state in any branch of the run."""
+        return
+
     def window_of(self, global_rank: int, stage: int) -> range | None:
         """Return the iterations of the window that a rank loads, or None.
 

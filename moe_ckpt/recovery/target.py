@@ -36,6 +36,9 @@ class Standing:
     whole: bool
     """Whether the rank has gathered its weights from its peers since its last step."""
 
+    branch: int = 0
+    """Branch of the run in which the iteration `reached` was trained."""
+
     def gets_to(self, iteration: int) -> bool:
         """Return whether the rank can reach `iteration` without other ranks.
 
@@ -62,6 +65,9 @@ class Target:
 
     lost_ranks: frozenset[int]
     """Ranks that cannot reach the iteration without being rebuilt."""
+
+    branch: int
+    """Branch of the run in which the iteration was trained."""
 
     finishing_stages: frozenset[int]
     """Stages that have all they need: the ranks that are behind take the step, then the
@@ -99,5 +105,9 @@ def plan_target(standings: Sequence[Standing]) -> Target | None:
         iteration=iteration,
         lost_stages=lost,
         lost_ranks=lost_ranks,
+        # equal on all ranks that have reached the iteration
+        branch=max(
+            standing.branch for standing in standings if standing.reached == iteration
+        ),
         finishing_stages=unfinished - lost,
     )

@@ -31,8 +31,13 @@ from moe_ckpt.snapshot.blob_keys import gradients_key
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path, own_path
 from moe_ckpt.snapshot.codec import ShardIdentity
 from moe_ckpt.snapshot.folder_contents import read_kept, read_snapshots
-from moe_ckpt.snapshot.gradient_log import intact_iterations, reached_by_gradients
-from moe_ckpt.snapshot.step_log import StepLog, window_replay, window_steps
+from moe_ckpt.snapshot.gradient_log import intact_checksums, reach_by_gradients
+from moe_ckpt.snapshot.step_log import (
+    StepLog,
+    reach_by_replay,
+    window_replay,
+    window_steps,
+)
 from moe_ckpt.snapshot.verified_windows import verified_window
 from moe_ckpt.snapshot.windows import group_windows
 from moe_ckpt.types import RunIdentity
@@ -177,7 +182,7 @@ def saved_iterations(rank_folder: Path) -> list[int]:
     steps = StepLog()
     steps.adopt(kept.starts, kept.records)
     logged = (
-        intact_iterations(kept.gradients, target.identity, target.shard)
+        intact_checksums(kept.gradients, target.identity, target.shard)
         if target.by_gradients
         else None
     )
@@ -185,18 +190,17 @@ def saved_iterations(rank_folder: Path) -> list[int]:
     for window in group_windows(kept.snapshots):
         if not window.complete:
             continue
-        first = window.start + 1
-        replayable_to = (
-            steps.reaches(first)
+        reach = (
+            reach_by_replay(steps, window.snapshots)
             if logged is None
-            else reached_by_gradients(steps, logged, first)
+            else reach_by_gradients(steps, logged, window.snapshots)
         )
         try:
             ref = verified_window(
                 window.snapshots,
                 target.identity,
                 target.shard,
-                replayable_to,
+                reach,
                 by_gradients=target.by_gradients,
             )
         except CheckpointLoadError as error:

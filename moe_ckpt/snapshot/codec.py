@@ -224,6 +224,9 @@ class SnapshotHeader:
     checksum: int
     """XXH3 of the first `payload_bytes` bytes of the payload."""
 
+    branch: Count = 0
+    """Branch of the run in which `iteration` was trained (`engine.step_state`)."""
+
     unit: UnitTag | None = None
     """Set in partial checkpoints, whose windows have one slot and several snapshots."""
 

@@ -11,7 +11,7 @@ needed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -29,7 +29,7 @@ from moe_ckpt.snapshot.codec import (
     verify,
 )
 from moe_ckpt.snapshot.copier import HostCopier
-from moe_ckpt.snapshot.step_log import StepLog
+from moe_ckpt.snapshot.step_log import Reach, StepLog
 from moe_ckpt.snapshot.windows import HostBuffers
 from moe_ckpt.types import RunIdentity
 
@@ -94,11 +94,11 @@ class GradientLog:
         return sum(entry.header.payload_bytes for entry in self._entries.values())
 
     @property
-    def iterations(self) -> Collection[int]:
-        """The iterations with an entry."""
-        return self._entries.keys()
+    def checksums(self) -> Mapping[int, int]:
+        """The checksum of each entry, by iteration."""
+        return _checksums(self._entries.values())
 
-    def add(self, iteration: int, pieces: Sequence[Piece]) -> None:
+    def add(self, iteration: int, pieces: Sequence[Piece]) -> int | None:
         """Copy and publish the gradients of an iteration.
 
         An earlier entry of the same iteration is dropped. If the copy fails, the log
@@ -108,6 +108,9 @@ class GradientLog:
         Args:
             iteration: The iteration.
             pieces: The gradients, which may change once this method returns.
+
+        Returns:
+            The checksum of the entry; None if the copy has failed.
         """
         self.drop(lambda logged: logged == iteration)
         header = SnapshotHeader(
@@ -128,15 +131,16 @@ class GradientLog:
             entry = self._copier.run(lambda: self._copy(header, pieces)).result()
         except COPY_ERRORS as error:
             _log.warning(_NOT_LOGGED, iteration, error)
-            return
+            return None
         try:
             if self._publisher:
                 self._publisher.add_gradients(entry)
         except CheckpointSaveError as error:
             self._buffers.release(entry.payload)
             _log.warning(_NOT_LOGGED, iteration, error)
-            return
+            return None
         self._entries[iteration] = entry
+        return entry.header.checksum
 
     def adopt(self, entries: Iterable[Snapshot]) -> None:
         """Take over the entries of an earlier process.
@@ -179,7 +183,7 @@ class GradientLog:
             for iteration, entry in self._entries.items()
             if first <= iteration <= last
         }
-        intact = intact_iterations(wanted.values(), self._identity, self._shard)
+        intact = intact_checksums(wanted.values(), self._identity, self._shard)
         self.drop(lambda logged: logged in wanted and logged not in intact)
         return len(intact) < len(wanted)
 
@@ -215,10 +219,15 @@ class GradientLog:
         return Snapshot(header=sealed, payload=buffer)
 
 
-def intact_iterations(
+def _checksums(entries: Iterable[Snapshot]) -> dict[int, int]:
+    headers = (entry.header for entry in entries)
+    return {header.iteration: header.checksum for header in headers}
+
+
+def intact_checksums(
     entries: Iterable[Snapshot], identity: RunIdentity, shard: ShardIdentity
-) -> frozenset[int]:
-    """Return the iterations whose entries are intact, and of this run and rank.
+) -> dict[int, int]:
+    """Return the checksums of the entries that are intact, and of this run and rank.
 
     All payloads are read and hashed. Damaged entries are logged.
 
@@ -226,38 +235,58 @@ def intact_iterations(
         entries: Entries of a gradient log.
         identity: The run.
         shard: The rank.
+
+    Returns:
+        Checksums by iteration.
     """
-    intact: set[int] = set()
+    intact: list[Snapshot] = []
     for entry in entries:
         try:
             verify(entry, identity=identity, shard=shard)
         except CheckpointLoadError as error:
             _log.warning("logged gradients cannot be used: %s", error)
         else:
-            intact.add(entry.header.iteration)
-    return frozenset(intact)
+            intact.append(entry)
+    return _checksums(intact)
 
 
-def reached_by_gradients(
-    steps: StepLog, iterations: Collection[int], first: int
-) -> int | None:
-    """Return how far logged gradients lead from the state before an iteration.
+def reach_by_gradients(
+    steps: StepLog, checksums: Mapping[int, int], snapshots: Sequence[Snapshot]
+) -> Reach | None:
+    """Return how far logged gradients lead from a window.
+
+    Kernels need not repeat results. So an iteration that has run again has other
+    gradients than before, and only entries of one branch of the run go together.
 
     Args:
         steps: The rank's step log.
-        iterations: The iterations with an entry in the rank's gradient log.
-        first: The first iteration to take again.
+        checksums: The checksum of each entry of the rank's gradient log.
+        snapshots: Snapshots of the window, by slot.
 
     Returns:
-        The last iteration up to which all steps from `first` on can be taken again;
-        `first` - 1 if there are none. None without the start of `first`.
+        The last iteration up to which all steps after the window's first snapshot can
+        be taken again. None if the steps do not lead to the window's last snapshot.
     """
-    last = steps.reaches(first)
+    headers = [snapshot.header for snapshot in snapshots]
+    start, end = headers[0].iteration, headers[-1].iteration
+    last = steps.reaches(start + 1)
     if last is None:
         return None
-    for iteration in range(first, last + 1):
+    taken_in = {header.iteration: header.branch for header in headers}
+    branches = [headers[0].branch]
+    for iteration in range(start + 1, last + 1):
         record = steps.record(iteration)
-        has_gradients = iteration in iterations or record.gradients.overflow
-        if record.after_pass is None or not has_gradients:
-            return iteration - 1
-    return last
+        fits = record.follows == branches[-1] and record.branch == taken_in.get(
+            iteration, record.branch
+        )
+        has_gradients = record.gradients.overflow or (
+            record.gradients_checksum is not None
+            and record.gradients_checksum == checksums.get(iteration)
+        )
+        if record.after_pass is None or not (fits and has_gradients):
+            break
+        branches.append(record.branch)
+    reached = start + len(branches) - 1
+    if reached < end:
+        return None
+    return Reach(last=reached, branches=tuple(branches[end - start :]))

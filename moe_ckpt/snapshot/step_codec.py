@@ -27,7 +27,12 @@ _AFTER = "after-"
 """In front of the names of tensors of the state between pass and step."""
 
 _TIED = "tied_gradient"
-_GRADIENTS, _BATCHES = "gradients", "batches"
+_GRADIENTS, _BATCHES, _BRANCHES, _CHECKSUM = (
+    "gradients",
+    "batches",
+    "branches",
+    "gradients_checksum",
+)
 _METADATA = "__metadata__"
 _FACTS = tuple(field.name for field in fields(ReadyGradients))
 _LENGTH = struct.Struct("<Q")
@@ -91,6 +96,10 @@ def step_to_bytes(
     facts = {_GRADIENTS: json.dumps(gradients)}
     if record.batches is not None:
         facts[_BATCHES] = record.batches
+    if record.after_pass is not None:
+        facts[_BRANCHES] = json.dumps([record.branch, record.follows])
+    if record.gradients_checksum is not None:
+        facts[_CHECKSUM] = json.dumps(record.gradients_checksum)
     return _pack(tensors, facts)
 
 
@@ -124,6 +133,8 @@ def step_from_bytes(
         values = json.loads(facts[_GRADIENTS])
         overflows = tuple(values["overflows"])
         gradients = ReadyGradients(**{**values, "overflows": overflows})
+        branch, follows = map(int, json.loads(facts.get(_BRANCHES, "[0, 0]")))
+        checksum = json.loads(facts.get(_CHECKSUM, "null"))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointLoadError(
             f"step record: got {facts} ({error!r}), wanted gradients as JSON"
@@ -134,6 +145,9 @@ def step_from_bytes(
         tied_gradient=tensors.get(_TIED),
         batches=facts.get(_BATCHES),
         after_pass=_under(_AFTER, tensors) or None,
+        gradients_checksum=checksum,
+        branch=branch,
+        follows=follows,
     )
     return record, _under(_START, tensors)
 

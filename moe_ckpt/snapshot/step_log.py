@@ -52,6 +52,19 @@ def window_replay(snapshots: Sequence[Snapshot]) -> range:
     return range(first.window_start + 1, last.iteration + 1)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reach:
+    """How far the logs of a rank lead from a window of the rank."""
+
+    last: int
+    """Last iteration that can be reached."""
+
+    branches: tuple[int, ...] = ()
+    """Branches in which the iterations from the window's last snapshot to `last` were
+    trained. Empty where results repeat, and branches make no difference.
+    """
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepRecord:
     """Facts that the update of an iteration needs beside this stage's gradients."""
@@ -78,6 +91,15 @@ class StepRecord:
     moments and gradients. None unless gradients are logged, and in a record made from
     facts of other ranks.
     """
+
+    gradients_checksum: int | None = None
+    """Checksum of the logged gradients of the same pass; None if there are none."""
+
+    branch: int = 0
+    """Branch of the run in which the iteration is trained (`engine.step_state`)."""
+
+    follows: int = 0
+    """Branch in which the iteration before was trained."""
 
 
 class StepPublisher(Protocol):
@@ -259,6 +281,21 @@ class StepLog:
         self._published -= published
         if self._publisher and (published or records):
             self._publisher.drop_steps(sorted(published), records)
+
+
+def reach_by_replay(steps: StepLog, snapshots: Sequence[Snapshot]) -> Reach | None:
+    """Return how far replays lead from a window.
+
+    Args:
+        steps: The rank's step log.
+        snapshots: Snapshots of the window, by slot.
+
+    Returns:
+        The last iteration that can be replayed; None without the start of the first
+        one.
+    """
+    last = steps.reaches(snapshots[0].header.iteration + 1)
+    return None if last is None else Reach(last=last)
 
 
 def _found(logged: Mapping[int, T], iteration: int) -> T:

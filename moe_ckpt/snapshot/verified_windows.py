@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from moe_ckpt.recovery.convert import SnapshotContents, plan_conversion
 from moe_ckpt.recovery.inventory import WindowRef
 from moe_ckpt.snapshot.codec import ShardIdentity, Snapshot, require_own, verify
+from moe_ckpt.snapshot.step_log import Reach
 from moe_ckpt.types import RunIdentity
 
 
@@ -22,7 +23,7 @@ def verified_window(
     snapshots: Sequence[Snapshot],
     identity: RunIdentity,
     shard: ShardIdentity,
-    replayable_to: int | None,
+    reach: Reach | None,
     *,
     by_headers: bool = False,
     by_gradients: bool = False,
@@ -35,8 +36,8 @@ def verified_window(
         snapshots: Snapshots of the window, by slot.
         identity: Run that the window must belong to.
         shard: Rank that the window must belong to.
-        replayable_to: Last iteration to which logged steps lead; None if not even the
-            start is logged.
+        reach: How far the rank's logs lead from the window; None if not even the start
+            is logged.
         by_headers: Whether only headers are checked, and no payload is read.
         by_gradients: Whether logged gradients lead on from the window, and no replay.
 
@@ -54,13 +55,14 @@ def verified_window(
     last = contents[-1].iteration
     # raises for slots that make no whole window
     plan_conversion(contents, last, by_gradients=by_gradients)
-    if replayable_to is None or replayable_to < last:
+    if reach is None or reach.last < last:
         return None
     return WindowRef(
         start=contents[0].window_start,
         num_slots=len(contents),
-        replayable_to=replayable_to,
+        replayable_to=reach.last,
         assignment=assignment_of(contents),
+        branches=reach.branches,
     )
 
 

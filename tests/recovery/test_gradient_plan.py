@@ -17,8 +17,19 @@ from moe_ckpt.recovery.plan import Fetch
 TARGET = 14
 
 
-def window(start: int, to: int, slots: int = 3) -> WindowRef:
-    return WindowRef(start=start, num_slots=slots, replayable_to=to, assignment="a")
+def window(start: int, to: int, slots: int = 3, *branches: int) -> WindowRef:
+    """Return a window that leads to an iteration, by steps of these branches, or of 1.
+
+    The branches are those of the iterations from the window's last snapshot on.
+    """
+    steps = to - (start + slots - 1) + 1
+    return WindowRef(
+        start=start,
+        num_slots=slots,
+        replayable_to=to,
+        assignment="a",
+        branches=branches or (1,) * steps,
+    )
 
 
 def inventory(
@@ -37,9 +48,14 @@ def inventory(
 
 
 def plan(
-    lost: list[int], *ranks: Inventory, target: int | None = TARGET
+    lost: list[int], *ranks: Inventory, target: int | None = TARGET, branch: int = 1
 ) -> GradientPlan:
-    return plan_by_gradients(lost, ranks, target_iteration=target)
+    return plan_by_gradients(
+        lost,
+        ranks,
+        target_iteration=target,
+        branch=None if target is None else branch,
+    )
 
 
 WHOLE = window(10, TARGET)
@@ -48,7 +64,7 @@ WHOLE = window(10, TARGET)
 def test_only_lost_ranks_are_rebuilt() -> None:
     found = plan([1], *(inventory(rank, WHOLE) for rank in range(4)))
     assert found == GradientPlan(
-        target_iteration=TARGET, windows={1: range(10, 13)}, fetches=()
+        target_iteration=TARGET, branch=1, windows={1: range(10, 13)}, fetches=()
     )
     assert found.goes_back
     assert (found.window_of(1, 0), found.window_of(0, 0)) == (range(10, 13), None)
@@ -101,6 +117,26 @@ def test_missing_gradients_take_all_ranks_to_the_newest_common_iteration() -> No
 def test_without_state_all_ranks_load() -> None:
     found = plan([], inventory(0, WHOLE), inventory(1, window(10, 13)), target=None)
     assert (found.target_iteration, sorted(found.windows)) == (13, [0, 1])
+
+
+def test_states_of_other_branches_are_no_states_of_the_target() -> None:
+    """The copies of rank 1 are of before a rollback; iteration 13 was trained again."""
+    held = {1: (window(10, 14),)}
+    newer = window(10, 14, 3, 1, 2, 2)
+    found = plan([1], inventory(0, newer, held=held), inventory(1), branch=2)
+    assert (found.target_iteration, found.branch) == (12, 1)
+    assert found.windows == {0: range(10, 13), 1: range(10, 13)}
+
+
+def test_the_newest_branch_comes_before_a_later_iteration() -> None:
+    """Copies may still be there of a branch from which the run has gone back."""
+    older, newer = window(10, 16), window(8, 13, 3, 1, 1, 1, 2)
+    ranks = [
+        inventory(0, newer, held={1: (older,)}),
+        inventory(1, newer, held={0: (older,)}),
+    ]
+    found = plan([], *ranks, target=None)
+    assert (found.target_iteration, found.branch) == (13, 2)
 
 
 def test_no_common_iteration_is_an_error_that_lists_the_sources() -> None:
