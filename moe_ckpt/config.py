@@ -834,9 +834,9 @@ class MoetionConfig(PartialConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class FlowcheckConfig(RollbackConfig):
-    """`ckpt=flowcheck`: checkpoint servers apply the gradients of every iteration.
+    """`ckpt=flowcheck`: checkpoint servers repeat each step of training (FlowCheck).
 
-    The servers take the optimizer's steps themselves. FlowCheck.
+    The servers get the gradients of every iteration.
     """
 
     capture: str

@@ -17,7 +17,7 @@ A worker, the first of its rank or a replacement (`run_worker`; attached loops c
 `join_run`, run the whole script, and call `train` where the script trains):
 
     fork          by the rank's supervisor (`elastic.supervisor`), which has ended the
-                  dead worker's generation; status page and heartbeat (`run_elastic`)
+                  dead worker's generation; status page, heartbeat (`elastic_worker`)
     join_run      device; a world in which no other rank is yet; run folder; events
     build         the loop's part: groups, model, optimizer; a supervised rank waits for
                   no other

@@ -1,7 +1,11 @@
-"""The order that `moe-ckpt prove` passes to each process of a command.
+"""What `moe-ckpt prove` tells the processes of a training command to do.
 
-The order is in an environment variable. Pure: a process of the command reads the order
-at the start of its interpreter.
+`moe-ckpt prove` runs the command several times: without a fault, with a kill, and with
+a kill and a damaged state (`launcher/prove/resumed.py`). In each of these runs an
+environment variable tells every process of the command where to log digests. In a run
+with a kill, the variable also tells which rank kills itself when, and whether the ranks
+damage their state afterwards. Imports nothing slow: a process reads the variable as its
+interpreter starts.
 """
 
 from __future__ import annotations
@@ -13,39 +17,43 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 VARIABLE = "MOE_CKPT_PROVE"
-"""The environment variable with the order, in JSON."""
+"""The environment variable with an `Order`, in JSON."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """Orders to the ranks of one run, beside training."""
+    """What the ranks of one run of the command do, beside training."""
 
     run: str
-    """The folder for the digests of the run."""
+    """Folder of the run, in which each rank logs digests of its state."""
 
     kill_rank: int | None = None
-    """The rank that kills its own process, once in the run; None: no rank does."""
+    """Rank that kills its own process, once in the run; None: no rank does."""
 
     kill_iteration: int = 0
-    """The iteration after which that rank does so, once its digests are logged."""
+    """Iteration after which `kill_rank` kills itself, once the digests of that
+    iteration are logged.
+    """
 
     spoil_after_resume: bool = False
-    """Whether restarted ranks damage their state after their first iteration.
+    """Whether each rank that starts after the kill damages its own state, after its
+    first iteration.
 
-    For the control, which must differ.
+    Set in the run `control`, which the comparison must report as different: a
+    comparison that misses this damage proves nothing.
     """
 
     @property
     def killed(self) -> Path:
-        """The file that exists once the rank has killed itself."""
+        """File that exists once `kill_rank` has killed itself."""
         return Path(self.run) / "killed"
 
     def environment(self) -> dict[str, str]:
-        """Return the variable for the processes of the command."""
+        """Return `VARIABLE` and its value, for the processes of the command."""
         return {VARIABLE: json.dumps(asdict(self))}
 
 
 def read_order(environment: Mapping[str, str] = os.environ) -> Order | None:
-    """Return the order of this process; None if the process is not observed."""
+    """Return what this process is told to do; None outside of `moe-ckpt prove`."""
     text = environment.get(VARIABLE)
     return Order(**json.loads(text)) if text else None

@@ -76,17 +76,24 @@ class TrainingHooks(Protocol):
 class Policy(Protocol):
     """Decides which snapshots to take.
 
-    A policy is pure: the same calls give the same answers, on every rank.
+    A policy is pure: the same calls give the same answers. Ranks of one stage get equal
+    plans. Plans of different stages may differ only in the operators that they name,
+    because saves and measurements are collective over all ranks of the job.
     """
 
     def plan(self, iteration: int, measure: Callable[[], Measured]) -> SnapshotPlan:
         """Return the plan for the state after `iteration` optimizer steps.
 
-        Each generation builds its policy anew. The first plan takes all operators in
-        one slot. A policy may leave this snapshot out if `measure().kept_since` is
-        not None: all ranks then keep a window of the last generation. If a window has
-        several slots, each operator is in full in one slot, and its compute weight is
-        in all slots before that one.
+        A policy without snapshots in host memory lives as long as the process, and is
+        called after each iteration.
+
+        A policy with snapshots in host memory is built anew in each generation. The
+        first call of a generation comes before the generation's first iteration. The
+        first plan takes all operators in one slot, and its `durable` is ignored. The
+        policy may leave this snapshot out if `measure().kept_since` is not None: all
+        ranks then keep a window of the last generation. If a window has several slots,
+        each operator is in full in one slot, and its compute weight is in all slots
+        before that one.
 
         Args:
             iteration: Number of optimizer steps.

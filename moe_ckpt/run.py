@@ -94,7 +94,7 @@ def start(settings: RunSettings, launch: Launch, imports: Sequence[str]) -> int:
 
             loop.watch(PlainRun(settings))
         return run_program(settings.command)
-    wanted = "another policy: Megatron-LM's own --save and --load write whole states"
+    wanted = f"another policy: {settings.loop} saves and loads whole states by itself"
     require(
         settings.job.ckpt.in_memory is not None,
         "--ckpt",

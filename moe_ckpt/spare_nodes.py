@@ -1,7 +1,12 @@
-"""A rank of a job with spare nodes: its supervisor waits until its machine is a node.
+"""The ranks that one of torchrun's processes supervises, in a job with spare nodes.
 
-Owns: the way of one of torchrun's processes from node to node, and the worker that
-waits with it. `elastic.machines` explains machines and nodes.
+    wait until the machine is a node --> supervise a rank of the node --> the job's end
+       ^                                          |
+       +---- another machine is the node now -----+
+
+Owns: this loop, the record of the lost machine's death, and the worker that waits
+beside the process. Must not: find out which node the machine is
+(`elastic.standing_by` does). `elastic.machines` explains machines and nodes.
 """
 
 from __future__ import annotations

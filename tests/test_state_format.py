@@ -1,4 +1,4 @@
-"""Bytes per parameter of number formats equal the table of docs/design.md."""
+"""Bytes per parameter of number formats, as in the tables of docs/formats.md."""
 
 from __future__ import annotations
 

@@ -226,14 +226,15 @@ def open_store(part: str, *, own_connection: bool = False) -> dist.Store:
 
 
 def say_once(message: str) -> None:
-    """Print an error that every rank meets, on the first rank only.
+    """Print an error that every rank meets, on one rank only.
 
-    The other ranks return once the first rank has printed. The other ranks wait because
-    torchrun ends all ranks as soon as one rank has ended, even while the first rank
-    prints.
+    The rank that arrives first prints: the store counts arrivals. Without a store,
+    global rank 0 prints. The other ranks return once that rank has printed. The other
+    ranks wait because torchrun ends all ranks as soon as one rank has ended, even while
+    another rank prints.
 
-    If the store does not answer, or the first rank does not print, every rank prints
-    the error, which may be about the store itself.
+    If the store does not answer, or the rank that arrived first does not print, every
+    rank prints the error, which may be about the store itself.
 
     Args:
         message: The error, the same on all ranks.
@@ -258,11 +259,13 @@ def say_once(message: str) -> None:
             store.wait([printed], timedelta(seconds=_SAY_S))
         return True
 
-    first = _ask_store(is_first)
-    if first is False and _ask_store(wait_until_printed):
+    # True: this rank prints; False: another rank does; None: the store does not answer
+    prints_here = _ask_store(is_first)
+    if prints_here is False and _ask_store(wait_until_printed):
         return
     print(f"error: {message}", file=sys.stderr, flush=True)
-    if first:  # without an answer: do not wait for the store again
+    # None: do not wait for the store again
+    if prints_here:
         _ask_store(lambda store: store.set(printed, "") if store else None)
 
 

@@ -1,8 +1,9 @@
 """The machine of a supervisor in a job with spare nodes: which node it is, and when.
 
 A supervisor on a spare machine stands by: it has imported everything that workers need,
-and waits for its machine's watcher. Owns: the way of one supervisor from node to node.
-Must not: supervise.
+and waits for its machine's watcher. Owns: the start of the watcher, the wait for the
+watcher's call, and the position of the supervisor's rank in the node of the call. Must
+not: supervise (`moe_ckpt.spare_nodes` does, before the next wait).
 """
 
 from __future__ import annotations

@@ -35,8 +35,11 @@ def attach_servers(
     mirror = GradientMirror(state, operators) if config.mirrors else None
     notes = [mirror.note()] if mirror else []
     if torch.cuda.is_available():
-        states = "after a fault all ranks have their states, not the GPUs' bits"
-        notes.append(f"servers take the optimizer's steps on CPUs: {states}")
+        notes.append(
+            "servers take the optimizer's steps: after a fault all ranks go on from"
+            " the servers' states, which a CPU computed and which may differ from the"
+            " GPUs' in the last bits"
+        )
     return server_snapshots(config, mirror, notes)
 
 

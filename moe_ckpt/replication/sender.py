@@ -7,9 +7,11 @@ its copy takes. A chunk waits a bounded time while training communicates. Unlike
 
     copy a, copy b, drop a   in this order to each peer, each peer at its own speed;
                              confirmed when all peers have a blob
-    steps                    on a thread and a connection of their own: every iteration
-                             waits for its step, which would otherwise arrive behind
-                             the snapshots that were requested before
+
+Each peer has two lanes, each of which is a thread with a connection. The step lane
+carries the small blobs of the step log (`snapshot.step_log`). An iteration may wait,
+before the optimizer's step, until peers have the blob of the iteration. In the other
+lane the blob would arrive behind the snapshots that were requested before.
 """
 
 from __future__ import annotations
@@ -84,6 +86,7 @@ class Replicator:
         self._throttle = throttle or Throttle()
         self._lock = Lock()
         self._peers: dict[Address, tuple[_Lane, _Lane]] | None = None
+        self._why_no_peers = "got no peers yet, wanted to be told which to use"
 
     def use_peers(self, addresses: Sequence[Address]) -> None:
         """Copy to these peers from now on.
@@ -124,9 +127,7 @@ class Replicator:
             if self._peers is None and keys:
                 failed: Future[UpdateWork] = Future()
                 failed.set_exception(
-                    CheckpointSaveError(
-                        "copies: got no peers yet, wanted to be told which to use"
-                    )
+                    CheckpointSaveError(f"copies: {self._why_no_peers}")
                 )
                 return failed
             return _all_done(
@@ -152,9 +153,10 @@ class Replicator:
         self.use_peers([])
         with self._lock:
             self._peers = None
+            self._why_no_peers = "got a request after the end, wanted none"
 
     def _peer(self, address: Address) -> tuple[_Lane, _Lane]:
-        """Return the two lanes to a peer: for steps, and for all other blobs."""
+        """Return the two lanes to a peer: the step lane, and that of other blobs."""
         steps, others = (
             RetryingClient(address, self._ticket, CheckpointSaveError) for _ in range(2)
         )
@@ -223,13 +225,22 @@ class _Lane:
         if not is_update(key):
             return self._send(link, key)
         update = update_from_bytes(self._own.get(key).header)
-        if update.seals:  # no rank has the state that this update leads to
+        # an update that seals leads to a state that only the peer computes, a
+        # checkpoint server: after a refusal this rank would have no state to send
+        if update.seals:
             return self._send(link, key)
-        if not self._has_updated(link, key, update.unit):
+        if not self._try_update(link, key, update.unit):
             self._send(link, update.target)
         return NO_WORK
 
-    def _has_updated(self, link: Connection, key: str, unit: str) -> bool:
+    def _try_update(self, link: Connection, key: str, unit: str) -> bool:
+        """Send gradients, from which the peer computes the state of a unit.
+
+        Nothing is sent if the peer has refused the last _MOST_REFUSED of the unit.
+
+        Returns:
+            Whether the peer has the state now. If not, the state itself must be sent.
+        """
         if self._refused[unit] == _MOST_REFUSED:
             return False
         try:
@@ -287,6 +298,7 @@ class _Lane:
 
     def _yield_to_training(self) -> None:
         until_s = time.monotonic() + _LONGEST_YIELD_S
+        # without a wait: raises an error if the peer has been given up
         self._caller.pause(0)
         while not self._may_send() and time.monotonic() < until_s:
             self._caller.pause(_YIELD_S)

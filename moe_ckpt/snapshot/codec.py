@@ -59,14 +59,18 @@ DTYPES: dict[str, torch.dtype] = {
     "bool": torch.bool,
 }
 """Dtypes by their names in headers. Tensors are stored in the dtype of training. The
-scale of a tensor is a separate part.
+scales of a tensor are a separate part.
 """
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def scale_of(role: str) -> str:
-    """Return the role of the scale (float32, [1]) that multiplies a part's values."""
+    """Return the role of the scales (float32) that multiply a part's values.
+
+    A master weight or a moment has one scale, [1]. A compute weight has one scale, or
+    one for each block.
+    """
     return f"{role}{_SCALE}"
 
 

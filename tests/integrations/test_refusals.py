@@ -20,6 +20,7 @@ import tests.preload  # noqa: F401 - imports Megatron without its warnings
 from benchmarks.recipes import EXACT_SINCE, SPEED, read_recipes, refused_now
 from moe_ckpt import run
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.integrations import loops
 from moe_ckpt.integrations import megatron_lm_seams as seams
 from moe_ckpt.integrations.loop_seams import mark_attached, what_to_install
 from moe_ckpt.integrations.megatron_lm_options import (
@@ -30,7 +31,9 @@ from moe_ckpt.integrations.megatron_lm_options import (
     require_supported,
 )
 from moe_ckpt.integrations.other_loops import BRIDGE, OTHER_LOOPS, refuse_other_loops
+from moe_ckpt.loop_names import LOOP_MODULES
 from moe_ckpt.run_elastic import require_forkable, run_elastic
+from moe_ckpt.run_settings import parse_run
 from scripts.fetch_megatron_lm import FOLDER
 from tests.scenarios import ROOT
 
@@ -294,6 +297,18 @@ def test_a_runner_inside_a_run_is_refused(
     assert error.startswith(
         "error: moe_ckpt.run: got 'a second one', wanted one attachment a process"
     )
+
+
+@pytest.mark.parametrize("loop", LOOP_MODULES)
+def test_whole_checkpoints_are_left_to_the_loop(
+    loop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(loops.LOOP_IMPORTS, loop, lambda: None)
+    settings = parse_run(["--loop", loop, "--ckpt", "dense", "--", "train.py"])
+    wanted = f"another policy: {loop} saves and loads whole states by itself"
+    with pytest.raises(ConfigError) as error:
+        run.start(settings, cast("Any", None), [])
+    assert str(error.value) == f"--ckpt: got 'dense', wanted {wanted}"
 
 
 @pytest.mark.parametrize("name", OTHER_LOOPS)
