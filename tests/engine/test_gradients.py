@@ -78,6 +78,33 @@ def test_only_the_dead_rank_is_rebuilt_and_no_iteration_runs_again(
     assert not any(event.executed_iters for event in rejoined)
 
 
+def test_a_rank_of_the_lost_stage_takes_the_step_that_a_death_cut_off(
+    tmp_path: Path,
+) -> None:
+    """Rank 3 dies before the step, and rank 2 has not returned from the vote by then.
+
+    Ranks 0 and 1 have taken the step.
+    """
+    fault = Fault(rank=3, phase=Phase.STEP, iteration=8)
+    job = made(tmp_path, fault, shape=Shape())
+
+    def stay_in_the_vote(rank: int, _: object) -> None:
+        vote = job.all_ranks[rank].barrier
+
+        def wait_for_the_cut() -> None:
+            vote()
+            if job.pages[rank].iteration == 8:
+                vote()
+
+        if rank == 2:
+            job.all_ranks[2].barrier = wait_for_the_cut  # type: ignore[method-assign]
+
+    job.on_worker.append(stay_in_the_vote)
+    exact(job)
+    assert back_to(job) == {8}
+    assert rebuilt(job) == {3: [4]}
+
+
 def test_windows_have_no_compute_weights(tmp_path: Path) -> None:
     """Compute weights are for the passes of a replay."""
     by_gradients = made(tmp_path / "gradients")
