@@ -107,8 +107,8 @@ def test_a_rank_of_the_lost_stage_takes_the_step_that_a_death_cut_off(
 
 def test_windows_have_no_compute_weights(tmp_path: Path) -> None:
     """Compute weights are for the passes of a replay."""
-    by_gradients = made(tmp_path / "gradients")
-    by_replay = made(tmp_path / "replay", recovery="replay")
+    by_gradients = made(tmp_path / "g")
+    by_replay = made(tmp_path / "r", recovery="replay")
     sizes = []
     for job in (by_gradients, by_replay):
         exact(job)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from moe_ckpt.elastic.generations import Generations
 from moe_ckpt.elastic.status_page import StatusPage
 from moe_ckpt.elastic.supervisor import Supervisor
-from moe_ckpt.engine import window_recovery
+from moe_ckpt.engine import stage_recovery
 from moe_ckpt.engine.session import Session
 from moe_ckpt.engine.stage_recovery import StageRecovery
 from moe_ckpt.engine.step_state import StepState
@@ -115,7 +115,7 @@ class _Recorder:
         wrap(SnapshotMemory, "keep_in_flight", self._keep_in_flight)
         wrap(StageRecovery, "carry_out", self._carry_out)
         wrap(ReplicaFolder, "discard", self._discard)
-        wrap(window_recovery, "plan_recovery", self._plan)
+        wrap(stage_recovery, "plan_recovery", self._plan)
         wrap(copy_server, "receive_blob", self._receive)
 
     def _supervise(self, call: Any, supervisor: Supervisor) -> int:
