@@ -22,7 +22,7 @@ VARIABLE = "MOE_CKPT_PROVE"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """What the ranks of one run of the command do, beside training."""
+    """Actions of the ranks, beside training, in one run of the command."""
 
     run: str
     """Folder of the run, in which each rank logs digests of its state."""

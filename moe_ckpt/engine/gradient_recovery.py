@@ -13,7 +13,7 @@ Must not: decide which ranks are rebuilt (`recovery.gradient_plan` does).
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from moe_ckpt.collectives import gather_results
 from moe_ckpt.engine.rank_parts import RankParts
@@ -24,10 +24,8 @@ from moe_ckpt.recovery.convert import plan_conversion
 from moe_ckpt.recovery.gradient_plan import GradientPlan, plan_by_gradients
 from moe_ckpt.recovery.inventory import Inventory
 from moe_ckpt.recovery.target import Target
-from moe_ckpt.snapshot.gradient_log import reach_by_gradients
-from moe_ckpt.snapshot.step_log import Reach, StepRecord
+from moe_ckpt.snapshot.step_log import StepRecord
 from moe_ckpt.snapshot.verified_windows import contents_of
-from moe_ckpt.snapshot.windows import Window
 
 
 class GradientRecovery(Rebuilding[GradientPlan]):
@@ -85,10 +83,8 @@ class GradientRecovery(Rebuilding[GradientPlan]):
             stage_ranks.confirm()
         return 0
 
-    def _reach(self, window: Window) -> Reach | None:
-        return reach_by_gradients(
-            self._memory.steps, self._gradients.checksums, window.snapshots
-        )
+    def _checksums(self) -> Mapping[int, int]:
+        return self._gradients.checksums
 
     def _rebuild(self, span: range, target: int) -> None:
         """Bring this rank's own part of the state to the target."""
@@ -103,9 +99,7 @@ class GradientRecovery(Rebuilding[GradientPlan]):
                 snapshot = window.snapshots[step.load_iteration - window.start]
                 header = snapshot.header
                 self._operators.load_own(
-                    {part.key: snapshot.part(part) for part in header.parts},
-                    set(header.full),
-                    header.adam_steps,
+                    snapshot.tensors(), set(header.full), header.adam_steps
                 )
                 loaded |= set(header.full)
             if step.run_iteration is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Generic, Protocol, TypeVar
 
 from moe_ckpt.collectives import gather_results
@@ -23,7 +23,6 @@ from moe_ckpt.events import CheckpointSkipped
 from moe_ckpt.recovery.inventory import Inventory, ReplayedState, WindowRef
 from moe_ckpt.recovery.plan import Fetch
 from moe_ckpt.recovery.target import Target
-from moe_ckpt.snapshot.step_log import Reach
 from moe_ckpt.snapshot.verified_windows import verified_window
 from moe_ckpt.snapshot.windows import Window
 
@@ -36,7 +35,7 @@ state changes.
 
 
 class Plan(Protocol):
-    """What a recovery needs to know of its plan, whatever the way to rebuild state."""
+    """The part of a plan that is the same for all ways to rebuild state."""
 
     @property
     def target_iteration(self) -> int:
@@ -83,7 +82,7 @@ class Rebuilding(ABC, Generic[P]):
         parts: The rank's parts.
     """
 
-    by_gradients: ClassVar[bool]
+    by_gradients: ClassVar[bool] = False
     """Whether logged gradients lead on from windows, and no replay."""
 
     def __init__(self, parts: RankParts) -> None:
@@ -140,9 +139,12 @@ class Rebuilding(ABC, Generic[P]):
             DataError: A replay has read other samples than before. Raised on all ranks.
         """
 
-    @abstractmethod
-    def _reach(self, window: Window) -> Reach | None:
-        """Return how far this rank's logs lead from a window, or None."""
+    def _checksums(self) -> Mapping[int, int] | None:
+        """Return the checksums of this rank's logged gradients, by iteration.
+
+        None: replays lead on from windows, and no gradients.
+        """
+        return None
 
     def recover(
         self, lost: LostStages, target: int, branch: int, *, undo: bool
@@ -163,8 +165,8 @@ class Rebuilding(ABC, Generic[P]):
                 state could not be rebuilt. Raised on all ranks.
             DataError: A replay has read other samples than before. Raised on all ranks.
         """
-        # before `carry_out` takes digests of healthy ranks: these must be digests of
-        # the target, which a replay has to reach
+        # first: `carry_out` takes digests of healthy ranks, and a replay has to end in
+        # the same digests
         if undo and not lost.mine:
             self._stage.restore_start(
                 self._memory.steps.start(target + 1), undo=target + 1
@@ -247,9 +249,9 @@ class Rebuilding(ABC, Generic[P]):
                 window.snapshots,
                 self._position.identity,
                 self._position.shard,
-                self._reach(window),
+                self._memory.steps,
+                self._checksums(),
                 by_headers=by_headers,
-                by_gradients=self.by_gradients,
             )
         except CheckpointLoadError as error:
             self._events.append(

@@ -137,7 +137,6 @@ class Session:
         self._in_memory: InMemoryCheckpointing | None = None
         self._state = StepState()
         self._branch = 0
-        self._entered: tuple[int, int] = (0, 0)  # generation, and entries of it
         self._begins = False
         # None: this process has not begun at a start of the run
         self._has_left_start: bool | None = None
@@ -188,9 +187,8 @@ class Session:
         self._policy, self._in_memory = self._build_generation()
         self._has_base = False
         generation = self._elastic.page.generation if self._elastic else 0
-        before, entries = self._entered
-        self._entered = generation, entries + 1 if before == generation else 0
-        self._branch = generation * _MOST_ENTRIES + self._entered[1]
+        # the same on a replaced rank, which has entered no earlier generation
+        self._branch = max(self._branch + 1, generation * _MOST_ENTRIES)
 
     def recover(self) -> RecoveredState:
         """Bring all ranks to one state, as a generation starts.

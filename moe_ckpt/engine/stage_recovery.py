@@ -32,9 +32,7 @@ from moe_ckpt.recovery.plan import RecoveryPlan, Rollback, plan_recovery
 from moe_ckpt.recovery.target import Target
 from moe_ckpt.snapshot.boundary_log import Direction, LoggedEnds
 from moe_ckpt.snapshot.codec import Snapshot
-from moe_ckpt.snapshot.step_log import Reach, reach_by_replay
 from moe_ckpt.snapshot.verified_windows import assignment_of, contents_of
-from moe_ckpt.snapshot.windows import Window
 
 _log = logging.getLogger(__name__)
 
@@ -51,8 +49,6 @@ class StageRecovery(Rebuilding[RecoveryPlan]):
             of a healthy rank, training goes on from a second replay, or the recovery
             raises an error.
     """
-
-    by_gradients = False
 
     def __init__(self, parts: RankParts, on_divergence: str = WINDOW) -> None:
         super().__init__(parts)
@@ -120,9 +116,6 @@ class StageRecovery(Rebuilding[RecoveryPlan]):
         if any(differing):  # on any rank: neighbours have to send their logs again
             self._replay_again(plan, mine, differing, progress)
         return 0 if mine is None else target - mine.starts_from
-
-    def _reach(self, window: Window) -> Reach | None:
-        return reach_by_replay(self._memory.steps, window.snapshots)
 
     def _execute(
         self, plan: RecoveryPlan, mine: Rollback | None, progress: Progress
@@ -269,9 +262,11 @@ class StageRecovery(Rebuilding[RecoveryPlan]):
 
     def _load(self, snapshot: Snapshot) -> None:
         header = snapshot.header
-        parts = {part.key: snapshot.part(part) for part in header.parts}
         self._operators.load(
-            parts, set(header.full), set(header.compute), header.adam_steps
+            snapshot.tensors(),
+            set(header.full),
+            set(header.compute),
+            header.adam_steps,
         )
 
     def _run_again(

@@ -25,10 +25,9 @@ from moe_ckpt.replication.local_disk import LocalDisk, copy_blobs
 from moe_ckpt.replication.publisher import Publisher
 from moe_ckpt.snapshot.blob_keys import belongs_to, newest_snapshot
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path
-from moe_ckpt.snapshot.codec import Snapshot
 from moe_ckpt.snapshot.folder_contents import read_kept
-from moe_ckpt.snapshot.gradient_log import intact_checksums, reach_by_gradients
-from moe_ckpt.snapshot.step_log import StepLog, reach_by_replay
+from moe_ckpt.snapshot.gradient_log import intact_checksums
+from moe_ckpt.snapshot.step_log import StepLog
 from moe_ckpt.snapshot.verified_windows import verified_window
 from moe_ckpt.snapshot.windows import Window, group_windows
 from moe_ckpt.types import ReadyGradients
@@ -146,12 +145,15 @@ class WindowSources:
             # as the owner does after a fetch: the owner's copies may lack the last
             # records, which all ranks share
             steps.fill(self._memory.steps.gradients)
-        logged = kept.gradients if self._rebuilding.by_gradients else None
-        found = (
-            self._window(window, owner, steps, logged)
-            for window in group_windows(kept.snapshots)
-            if window.complete
-        )
+        complete = [
+            window for window in group_windows(kept.snapshots) if window.complete
+        ]
+        checksums = None
+        if self._rebuilding.by_gradients and complete:
+            # once for all windows: all logged gradients are read and hashed
+            shard = complete[0].snapshots[0].header.shard
+            checksums = intact_checksums(kept.gradients, self._position.identity, shard)
+        found = (self._window(window, owner, steps, checksums) for window in complete)
         # one window for each start, as an inventory requires: a folder may hold two, of
         # before and after a rollback
         by_start = {
@@ -182,7 +184,7 @@ class WindowSources:
         window: Window,
         owner: int,
         steps: StepLog,
-        logged: Sequence[Snapshot] | None,
+        checksums: Mapping[int, int] | None,
     ) -> WindowRef | None:
         """Verify a window with its logs.
 
@@ -190,23 +192,15 @@ class WindowSources:
             window: The window.
             owner: The rank that must have taken the window.
             steps: The owner's step log.
-            logged: The owner's logged gradients; None: a replay leads on.
+            checksums: The checksums of the owner's logged gradients, by iteration.
+                None: replays lead on.
         """
-        shard, snapshots = window.snapshots[0].header.shard, window.snapshots
+        shard = window.snapshots[0].header.shard
         if shard.global_rank != owner:
             return None
-        identity = self._position.identity
         try:
             return verified_window(
-                snapshots,
-                identity,
-                shard,
-                reach_by_replay(steps, snapshots)
-                if logged is None
-                else reach_by_gradients(
-                    steps, intact_checksums(logged, identity, shard), snapshots
-                ),
-                by_gradients=logged is not None,
+                window.snapshots, self._position.identity, shard, steps, checksums
             )
         except CheckpointLoadError as error:
             _log.warning("a copy of rank %d's memory cannot be used: %s", owner, error)
@@ -298,7 +292,8 @@ class WindowSources:
             return
         usable = self._usable(folder, self._position.shard.global_rank, target)
         found = [window for window in usable if window.span == span]
-        if not any(window.replayable_to >= target for window in found):
+        branch = plan.branch or 0
+        if not any(window.leads_to(target) == branch for window in found):
             raise CheckpointLoadError(
                 f"no window of {span} that leads to iteration {target}"
             )

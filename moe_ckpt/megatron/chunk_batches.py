@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from moe_ckpt.megatron.kept_batches import KeptBatches
+from moe_ckpt.snapshot.step_codec import under
 
 
 class ChunkBatches:
@@ -37,12 +38,3 @@ class ChunkBatches:
         """
         for number, chunk in enumerate(self._chunks):
             chunk.restore(under(f"{number}.", saved))
-
-
-def under(prefix: str, saved: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors whose names begin with a prefix, without the prefix."""
-    return {
-        name.removeprefix(prefix): tensor
-        for name, tensor in saved.items()
-        if name.startswith(prefix)
-    }

@@ -278,15 +278,7 @@ class RankOperators:
         Raises:
             CheckpointLoadError: A piece is missing, or has another size or type.
         """
-        for owned in self.parameters:
-            if str(owned.operator) in full:
-                index = owned.optimizer_index
-                owned.load(parts, None if index is None else adam_steps[index])
-        for buffer in self.buffers:
-            if str(buffer.operator) in full:
-                key, tensor, _ = buffer.piece()
-                _give_type_of_saved(parts, key, tensor)
-                copy_part(parts, key, tensor)
+        self._load(parts, full, (), adam_steps)
 
     def make_whole(self) -> None:
         """Give each rank all pieces of the state that ranks share.
@@ -318,19 +310,7 @@ class RankOperators:
         Raises:
             CheckpointLoadError: A piece is missing, or has another size or type.
         """
-        loaded = [
-            owned
-            for owned in self.parameters
-            if str(owned.operator) in {*full, *compute}
-        ]
-        for owned in loaded:
-            index = owned.optimizer_index if str(owned.operator) in full else None
-            owned.load(parts, None if index is None else adam_steps[index])
-        for buffer in self.buffers:
-            if str(buffer.operator) in {*full, *compute}:
-                key, tensor, _ = buffer.piece()
-                _give_type_of_saved(parts, key, tensor)
-                copy_part(parts, key, tensor)
+        loaded = self._load(parts, full, compute, adam_steps)
         _cast_masters(
             each
             for each in loaded
@@ -340,6 +320,26 @@ class RankOperators:
         _make_whole(loaded, full)
         # last, because the copy that backward reads is made from the whole payload
         fp8_parameters.refresh(each.parameter for each in loaded)
+
+    def _load(
+        self,
+        parts: Mapping[PartKey, torch.Tensor],
+        full: Collection[str],
+        compute: Collection[str],
+        adam_steps: Sequence[float],
+    ) -> list[OwnedParameter]:
+        """Load pieces and buffers on this rank alone; return the loaded parameters."""
+        named = {*full, *compute}
+        loaded = [owned for owned in self.parameters if str(owned.operator) in named]
+        for owned in loaded:
+            index = owned.optimizer_index if str(owned.operator) in full else None
+            owned.load(parts, None if index is None else adam_steps[index])
+        for buffer in self.buffers:
+            if str(buffer.operator) in named:
+                key, tensor, _ = buffer.piece()
+                _give_type_of_saved(parts, key, tensor)
+                copy_part(parts, key, tensor)
+        return loaded
 
     def digests(self) -> dict[str, str]:
         """Return a hash, in hex, of this rank's pieces of each operator, by name.

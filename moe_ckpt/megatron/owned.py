@@ -248,8 +248,8 @@ class OwnedParameter:
     def set_gradient(self, gradient: torch.Tensor | None) -> None:
         """Set the gradient of the next step.
 
-        Elements outside the owned piece get zeros: their steps are taken by other
-        ranks.
+        Elements outside the owned piece get zeros: other ranks take the steps of these
+        elements.
 
         Args:
             gradient: Flattened, of the owned piece. None: the parameter takes no step.

@@ -29,7 +29,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from moe_ckpt.errors import DataError
-from moe_ckpt.megatron.chunk_batches import under
 from moe_ckpt.megatron.groups import shared_embedding
 from moe_ckpt.megatron.operators import RankOperators
 from moe_ckpt.megatron.overlapped import (
@@ -57,6 +56,7 @@ from moe_ckpt.megatron.step import (
 from moe_ckpt.megatron.transformer_engine import forget_pass
 from moe_ckpt.snapshot.boundary_log import LoggedEnds
 from moe_ckpt.snapshot.host_transfers import PendingCopy
+from moe_ckpt.snapshot.step_codec import under
 from moe_ckpt.snapshot.step_log import StepRecord
 from moe_ckpt.types import ReadyGradients
 

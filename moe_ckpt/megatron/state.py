@@ -30,7 +30,7 @@ from moe_ckpt.megatron.buffers import (
     named_buffers,
     restore_buffers_by_name,
 )
-from moe_ckpt.megatron.chunk_batches import ChunkBatches, under
+from moe_ckpt.megatron.chunk_batches import ChunkBatches
 from moe_ckpt.megatron.kept_batches import KeptBatches
 from moe_ckpt.megatron.optimizer_state import (
     counts_steps_per_parameter,
@@ -41,6 +41,7 @@ from moe_ckpt.megatron.overlapped import gathers_in_forward, shards
 from moe_ckpt.megatron.rounded_weights import forward_tensors
 from moe_ckpt.megatron.schedule import OF_GROUPS, lengths_of, load_schedule, set_lengths
 from moe_ckpt.snapshot.host_transfers import TRANSFERS
+from moe_ckpt.snapshot.step_codec import under
 
 # per-rank parts
 BUFFERS, RNG_STATE, STORED_STATES, DATA = (

@@ -31,10 +31,9 @@ from moe_ckpt.snapshot.blob_keys import gradients_key
 from moe_ckpt.snapshot.blobs import BlobFolder, held_path, own_path
 from moe_ckpt.snapshot.codec import ShardIdentity
 from moe_ckpt.snapshot.folder_contents import read_kept, read_snapshots
-from moe_ckpt.snapshot.gradient_log import intact_checksums, reach_by_gradients
+from moe_ckpt.snapshot.gradient_log import intact_checksums
 from moe_ckpt.snapshot.step_log import (
     StepLog,
-    reach_by_replay,
     window_replay,
     window_steps,
 )
@@ -181,7 +180,7 @@ def saved_iterations(rank_folder: Path) -> list[int]:
     kept = read_kept(BlobFolder(Path(target.path)))
     steps = StepLog()
     steps.adopt(kept.starts, kept.records)
-    logged = (
+    checksums = (
         intact_checksums(kept.gradients, target.identity, target.shard)
         if target.by_gradients
         else None
@@ -190,18 +189,9 @@ def saved_iterations(rank_folder: Path) -> list[int]:
     for window in group_windows(kept.snapshots):
         if not window.complete:
             continue
-        reach = (
-            reach_by_replay(steps, window.snapshots)
-            if logged is None
-            else reach_by_gradients(steps, logged, window.snapshots)
-        )
         try:
             ref = verified_window(
-                window.snapshots,
-                target.identity,
-                target.shard,
-                reach,
-                by_gradients=target.by_gradients,
+                window.snapshots, target.identity, target.shard, steps, checksums
             )
         except CheckpointLoadError as error:
             _log.warning("on disk, and of no use to a start: %s", error)

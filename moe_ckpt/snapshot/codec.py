@@ -289,6 +289,10 @@ class Snapshot:
         """Return a part of the payload as a view of the part's dtype and shape."""
         return part_view(self.payload, part)
 
+    def tensors(self) -> dict[PartKey, torch.Tensor]:
+        """Return all parts as views of the payload, by key."""
+        return {part.key: self.part(part) for part in self.header.parts}
+
 
 def part_view(payload: torch.Tensor, part: Part) -> torch.Tensor:
     """Return the bytes of `part` as a tensor of the part's dtype and shape.

@@ -12,20 +12,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import torch
 
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
-from moe_ckpt.snapshot.capture import COPY_ERRORS, Piece
+from moe_ckpt.snapshot.capture import COPY_ERRORS, Piece, lay_out, seal
 from moe_ckpt.snapshot.codec import (
     PartKey,
     ShardIdentity,
     Snapshot,
     SnapshotHeader,
-    checksum,
-    layout_parts,
     verify,
 )
 from moe_ckpt.snapshot.copier import HostCopier
@@ -165,8 +162,7 @@ class GradientLog:
             raise CheckpointLoadError(
                 f"gradient log: no iteration {iteration}, got {sorted(self._entries)}"
             )
-        entry = self._entries[iteration]
-        return {part.key: entry.part(part) for part in entry.header.parts}
+        return self._entries[iteration].tensors()
 
     def drop_damaged(self, first: int, last: int) -> bool:
         """Drop the entries of a range that are damaged, or of another run or rank.
@@ -200,23 +196,13 @@ class GradientLog:
             self._buffers.release(self._entries.pop(iteration).payload)
 
     def _copy(self, header: SnapshotHeader, pieces: Sequence[Piece]) -> Snapshot:
-        parts, payload_bytes = layout_parts(pieces)
-        buffer = self._buffers.acquire(payload_bytes)
-        tensors = {key: tensor for key, tensor, _ in pieces}
-        targets = buffer[:payload_bytes].split([part.nbytes for part in parts])
+        entry, copies = lay_out(header, pieces, self._buffers)
         try:
-            self._copier.copy_now(
-                (target.view(part.dtype), tensors[part.key].detach().reshape(-1))
-                for part, target in zip(parts, targets, strict=True)
-            )
+            self._copier.copy_now(copies)
         except COPY_ERRORS:
-            self._buffers.release(buffer)
+            self._buffers.release(entry.payload)
             raise
-        found = checksum(buffer, payload_bytes)
-        sealed = replace(
-            header, parts=parts, payload_bytes=payload_bytes, checksum=found
-        )
-        return Snapshot(header=sealed, payload=buffer)
+        return seal(entry)
 
 
 def _checksums(entries: Iterable[Snapshot]) -> dict[int, int]:

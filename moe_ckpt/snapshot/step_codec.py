@@ -144,15 +144,15 @@ def step_from_bytes(
         gradients=gradients,
         tied_gradient=tensors.get(_TIED),
         batches=facts.get(_BATCHES),
-        after_pass=_under(_AFTER, tensors) or None,
+        after_pass=under(_AFTER, tensors) or None,
         gradients_checksum=checksum,
         branch=branch,
         follows=follows,
     )
-    return record, _under(_START, tensors)
+    return record, under(_START, tensors)
 
 
-def _under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors whose names begin with a prefix, without the prefix."""
     return {
         name.removeprefix(prefix): tensor

@@ -10,12 +10,13 @@ payloads that the plan takes: reading 10 GB takes more than a second.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from moe_ckpt.recovery.convert import SnapshotContents, plan_conversion
 from moe_ckpt.recovery.inventory import WindowRef
 from moe_ckpt.snapshot.codec import ShardIdentity, Snapshot, require_own, verify
-from moe_ckpt.snapshot.step_log import Reach
+from moe_ckpt.snapshot.gradient_log import reach_by_gradients
+from moe_ckpt.snapshot.step_log import StepLog, reach_by_replay
 from moe_ckpt.types import RunIdentity
 
 
@@ -23,10 +24,10 @@ def verified_window(
     snapshots: Sequence[Snapshot],
     identity: RunIdentity,
     shard: ShardIdentity,
-    reach: Reach | None,
+    steps: StepLog,
+    checksums: Mapping[int, int] | None,
     *,
     by_headers: bool = False,
-    by_gradients: bool = False,
 ) -> WindowRef | None:
     """Check a complete window, and return a reference to the window.
 
@@ -36,10 +37,10 @@ def verified_window(
         snapshots: Snapshots of the window, by slot.
         identity: Run that the window must belong to.
         shard: Rank that the window must belong to.
-        reach: How far the rank's logs lead from the window; None if not even the start
-            is logged.
+        steps: The rank's step log.
+        checksums: The checksums of the rank's intact logged gradients, by iteration.
+            None: replays lead on from the window, and no gradients.
         by_headers: Whether only headers are checked, and no payload is read.
-        by_gradients: Whether logged gradients lead on from the window, and no replay.
 
     Returns:
         The reference; None if the steps do not reach the window's end.
@@ -54,7 +55,12 @@ def verified_window(
     contents = [contents_of(snapshot) for snapshot in snapshots]
     last = contents[-1].iteration
     # raises for slots that make no whole window
-    plan_conversion(contents, last, by_gradients=by_gradients)
+    plan_conversion(contents, last, by_gradients=checksums is not None)
+    reach = (
+        reach_by_replay(steps, snapshots)
+        if checksums is None
+        else reach_by_gradients(steps, checksums, snapshots)
+    )
     if reach is None or reach.last < last:
         return None
     return WindowRef(

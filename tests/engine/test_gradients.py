@@ -18,7 +18,7 @@ from moe_ckpt.snapshot.blobs import BlobFolder, held_path, own_path
 from moe_ckpt.snapshot.index_entry import entry_from_bytes
 from moe_ckpt.types import Phase
 from tests.engine.damage import snapshots_in
-from tests.harness.threads.job import Fault, ThreadJob, exact
+from tests.harness.threads.job import Fault, ThreadJob, exact, stay_in_the_vote
 from tests.harness.threads.model import PIPE, Shape
 from tests.policies.profiles import config
 
@@ -87,19 +87,7 @@ def test_a_rank_of_the_lost_stage_takes_the_step_that_a_death_cut_off(
     """
     fault = Fault(rank=3, phase=Phase.STEP, iteration=8)
     job = made(tmp_path, fault, shape=Shape())
-
-    def stay_in_the_vote(rank: int, _: object) -> None:
-        vote = job.all_ranks[rank].barrier
-
-        def wait_for_the_cut() -> None:
-            vote()
-            if job.pages[rank].iteration == 8:
-                vote()
-
-        if rank == 2:
-            job.all_ranks[2].barrier = wait_for_the_cut  # type: ignore[method-assign]
-
-    job.on_worker.append(stay_in_the_vote)
+    stay_in_the_vote(job, 2, iteration=8)
     exact(job)
     assert back_to(job) == {8}
     assert rebuilt(job) == {3: [4]}

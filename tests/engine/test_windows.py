@@ -45,6 +45,7 @@ from tests.harness.threads.job import (
     Observer,
     ThreadJob,
     exact,
+    stay_in_the_vote,
     uninterrupted,
 )
 from tests.harness.threads.model import MICRO_BATCHES, PAIR, PIPE, Model, Shape
@@ -612,19 +613,7 @@ def test_a_rank_whose_vote_a_death_cuts_off_finishes_the_step(tmp_path: Path) ->
     Rank 0 has not returned from the vote by then.
     """
     job = made(tmp_path, Fault(rank=1, phase=Phase.STEP, iteration=5))
-
-    def stay_in_the_vote(rank: int, _: object) -> None:
-        vote = job.all_ranks[rank].barrier
-
-        def wait_for_the_cut() -> None:
-            vote()
-            if job.pages[rank].iteration == 5:
-                vote()
-
-        if rank == 0:
-            job.all_ranks[0].barrier = wait_for_the_cut  # type: ignore[method-assign]
-
-    job.on_worker.append(stay_in_the_vote)
+    stay_in_the_vote(job, 0, iteration=5)
     assert [event.iteration for event in rejoined(exact(job))] == [5, 5, 5]
     assert replayed(job) == {1: 2}
 

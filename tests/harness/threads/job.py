@@ -1051,3 +1051,23 @@ def _opener(capture: MirrorCapture | None) -> OpenGradients:
 def _close_copiers(session: Session) -> None:
     for copier in session.in_memory.parts.memory.copiers if session.in_memory else ():
         copier.close()
+
+
+def stay_in_the_vote(job: ThreadJob, rank: int, *, iteration: int) -> None:
+    """Keep a rank in the vote of an iteration until the generation is cut.
+
+    The other ranks leave the vote.
+    """
+
+    def hold(worker: int, _: object) -> None:
+        vote = job.all_ranks[worker].barrier
+
+        def wait_for_the_cut() -> None:
+            vote()
+            if job.pages[worker].iteration == iteration:
+                vote()
+
+        if worker == rank:
+            job.all_ranks[rank].barrier = wait_for_the_cut  # type: ignore[method-assign]
+
+    job.on_worker.append(hold)
