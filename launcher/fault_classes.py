@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from moe_ckpt.events import (
+    CorruptionFound,
     Event,
     LossNotFinite,
     Rejoined,
@@ -32,12 +33,13 @@ EXPLAINED = {
     "restart": "torchrun started ranks again",
     "state lost": "the state of a stage was overwritten in living processes",
     "bad loss": "a loss soon after a load was not finite",
-    "bit flip": "a replay led to other bits than the state of a healthy rank",
+    "bit flip": "a replay or an audit led to other bits than a rank's state had",
     "error": "an exception ended the job",
 }
 """The meaning of each class, in the order of reports."""
 
 _MARKING_EVENTS = (
+    CorruptionFound,
     LossNotFinite,
     Rejoined,
     ReplayDiffered,
@@ -107,7 +109,7 @@ def _bad_state(event: Event) -> list[tuple[str, str]]:
             return [("state lost", f"{iteration} {phase}")]
         case LossNotFinite(iteration=iteration, source=source):
             return [("bad loss", f"{iteration} {source}")]
-        case ReplayDiffered(iteration=iteration):
+        case ReplayDiffered(iteration=iteration) | CorruptionFound(iteration=iteration):
             return [("bit flip", str(iteration))]
         case _:
             return []

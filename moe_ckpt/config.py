@@ -209,6 +209,11 @@ class PolicyConfig:
         return False
 
     @property
+    def audits_every_iters(self) -> int:
+        """Iterations between audits of each rank's state; 0: none."""
+        return 0
+
+    @property
     def keeps_own_copy(self) -> bool:
         """Whether a rank's own replica daemon also keeps copies of the rank's state."""
         return False
@@ -498,6 +503,13 @@ class MoevementConfig(HostMemoryConfig):
     False: after the loss of a node all ranks go back to a window on disk.
     """
 
+    audit_every_iters: int
+    """Iterations between audits, which rebuild each rank's state from a window and
+    logged gradients, and compare; for `recovery` gradients.
+
+    0: no audits.
+    """
+
     window: int | str
     """Iterations in which every operator is taken once; auto: the window that loses
     least time.
@@ -578,6 +590,10 @@ class MoevementConfig(HostMemoryConfig):
     def copies_gradients(self) -> bool:
         return self.logs_gradients and self.replicate_gradients
 
+    @property
+    def audits_every_iters(self) -> int:
+        return self.audit_every_iters
+
     def __post_init__(self) -> None:
         super().__post_init__()
         require_choice("ckpt.recovery", self.recovery, RECOVERIES)
@@ -607,6 +623,13 @@ class MoevementConfig(HostMemoryConfig):
             window_drift=0,
             reorder_change=0,
             keep_windows=1,
+            audit_every_iters=0,
+        )
+        require(
+            self.logs_gradients or not self.audit_every_iters,
+            "ckpt.audit_every_iters",
+            self.audit_every_iters,
+            f"0, or ckpt.recovery={GRADIENTS}: audits take steps by logged gradients",
         )
         require_choice("ckpt.popularity", self.popularity, POPULARITIES)
         for name in ("popularity_decay", "reorder_share"):

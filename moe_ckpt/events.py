@@ -134,6 +134,31 @@ class LossNotFinite(_IterationEvent):
     """
 
 
+class StateAudited(_IterationEvent):
+    """A rank has rebuilt its state from a window and gradients, and compared both."""
+
+    window_start: int | None
+    """Iteration of the window's first snapshot; None: this rank has no intact window
+    and gradients that lead to the iteration, and its state was not audited.
+    """
+
+    differing: list[str]
+    """Operators of which this rank's state was another one."""
+
+    seconds: float
+    """Time of the audit, on all ranks together."""
+
+
+class CorruptionFound(_IterationEvent):
+    """An audit has found a state that its window and gradients do not lead to."""
+
+    where: list[str]
+    """For each such rank, the rank and its operators, in words."""
+
+    action: str
+    """The source from which all ranks go on."""
+
+
 class IterationCommitted(_IterationEvent):
     """All ranks have finished one optimizer step."""
 

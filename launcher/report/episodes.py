@@ -18,6 +18,7 @@ from launcher.report.parts import RECOVERY, PagePart
 from launcher.report.rank_log import Noted
 from launcher.report.read import RunLog
 from moe_ckpt.events import (
+    CorruptionFound,
     GenerationEnded,
     LossNotFinite,
     Rejoined,
@@ -28,6 +29,7 @@ from moe_ckpt.events import (
 )
 
 _MARKING_EVENTS = (
+    CorruptionFound,
     GenerationEnded,
     LossNotFinite,
     Rejoined,
@@ -256,6 +258,12 @@ def _causes(
         for _, e in events
         if isinstance(e, LossNotFinite)
     ]
+    corrupt = [
+        f"an audit after iteration {e.iteration} found another state on"
+        f" {'; '.join(e.where)}"
+        for _, e in events
+        if isinstance(e, CorruptionFound)
+    ]
     # an ordered fault has the time of the order, not the time of the death
     inflicted = [
         f"rank {fault.rank} was sent SIG{fault.signal}"
@@ -270,7 +278,11 @@ def _causes(
     if len(anew) > 1 and len(anew) == len(run.ranks):
         anew = ["all processes were started again"]
     said = next(
-        (each for each in (deaths, states, losses, ends, inflicted, anew) if each),
+        (
+            each
+            for each in (deaths, states, losses, corrupt, ends, inflicted, anew)
+            if each
+        ),
         ["no event tells why"],
     )
     # a reason may be a library's traceback of many lines

@@ -27,6 +27,7 @@ from moe_ckpt.config import (
     require,
 )
 from moe_ckpt.elastic.context import ElasticContext
+from moe_ckpt.engine.audits import Audits
 from moe_ckpt.engine.computed_snapshots import (
     NOTHING_COMPUTED,
     ComputedSnapshots,
@@ -190,6 +191,7 @@ class InMemoryAssembly:
             ),
             rebuilding=rebuilding,
             job_recovery=self._job_recovery(parts, store, partial, rebuilding),
+            audits=self._audits(parts, rebuilding),
             notes=[
                 *policy.notes(),
                 *self._adapter.notes,
@@ -249,6 +251,15 @@ class InMemoryAssembly:
         if self._config.logs_gradients:
             return GradientRecovery(parts)
         return StageRecovery(parts, self._on_divergence)
+
+    def _audits(
+        self, parts: RankParts, rebuilding: Rebuilding[Any] | None
+    ) -> Audits | None:
+        every_iters = self._config.audits_every_iters
+        if not every_iters:
+            return None
+        assert isinstance(rebuilding, GradientRecovery), "the settings require it"
+        return Audits(parts, rebuilding, every_iters)
 
     def _job_recovery(
         self,

@@ -19,7 +19,7 @@ from moe_ckpt.collectives import gather_results
 from moe_ckpt.engine.rank_parts import RankParts
 from moe_ckpt.engine.rebuilding import Progress, Rebuilding
 from moe_ckpt.errors import CheckpointLoadError
-from moe_ckpt.events import StageRecovered
+from moe_ckpt.events import CheckpointSkipped, StageRecovered
 from moe_ckpt.recovery.convert import plan_conversion
 from moe_ckpt.recovery.gradient_plan import GradientPlan, plan_by_gradients
 from moe_ckpt.recovery.inventory import Inventory
@@ -56,11 +56,7 @@ class GradientRecovery(Rebuilding[GradientPlan]):
         span = self.span_for_me(plan)
         if span is None or has_fetched:
             return True
-        has_window = self._has_intact(span.start)
-        lacks_gradients = self._gradients.drop_damaged(
-            span.start + 1, plan.target_iteration
-        )
-        return has_window and not lacks_gradients
+        return self.leads(span.start, plan.target_iteration)
 
     def carry_out(
         self, plan: GradientPlan, *, live: bool, progress: Progress = lambda _: None
@@ -77,20 +73,39 @@ class GradientRecovery(Rebuilding[GradientPlan]):
         if any(
             gather_results(stage_ranks, lambda: span is not None, CheckpointLoadError)
         ):
-            self._operators.make_whole()
-            self._stage.gather()
-            # NCCL has only queued the gather
-            stage_ranks.confirm()
+            self.gather()
         return 0
 
-    def _checksums(self) -> Mapping[int, int]:
-        return self._gradients.checksums
+    def leads(self, start: int, target: int) -> bool:
+        """Verify a window and the gradients after it; drop all that is damaged.
 
-    def _rebuild(self, span: range, target: int) -> None:
-        """Bring this rank's own part of the state to the target."""
-        started_s = time.monotonic()
-        window, steps = self._window_at(span.start), self._memory.steps
-        assert window is not None, span
+        Args:
+            start: Iteration of the window's first snapshot.
+            target: Last iteration of the gradients.
+
+        Returns:
+            Whether nothing was damaged.
+        """
+        has_window = self._has_intact(start)
+        damaged = self._gradients.drop_damaged(start + 1, target)
+        if damaged:
+            self._events.append(
+                CheckpointSkipped(
+                    source=f"logged gradients of iterations {damaged}",
+                    reason="damaged: the log has the details",
+                )
+            )
+        return has_window and not damaged
+
+    def take_steps(self, start: int, target: int) -> None:
+        """Rebuild this rank's own part of the state, on this rank alone.
+
+        Args:
+            start: Iteration of the first snapshot of a window, which is intact.
+            target: The iteration to reach.
+        """
+        window, steps = self._window_at(start), self._memory.steps
+        assert window is not None, start
         contents = [contents_of(snapshot) for snapshot in window.snapshots]
         loaded: set[str] = set()
         newest: StepRecord | None = None
@@ -113,6 +128,21 @@ class GradientRecovery(Rebuilding[GradientPlan]):
             self._stage.restore_buffers(newest)
         elif steps.has_start(target + 1):
             self._stage.restore_start(steps.start(target + 1))
+
+    def gather(self) -> None:
+        """Give each rank of the stage the parts that other ranks have rebuilt."""
+        self._operators.make_whole()
+        self._stage.gather()
+        # NCCL has only queued the gather
+        self._position.stage_ranks.confirm()
+
+    def _checksums(self) -> Mapping[int, int]:
+        return self._gradients.checksums
+
+    def _rebuild(self, span: range, target: int) -> None:
+        """Bring this rank's own part of the state to the target."""
+        started_s = time.monotonic()
+        self.take_steps(span.start, target)
         seconds = time.monotonic() - started_s
         self._meter.replayed(target - span.start, seconds)
         self._events.append(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from moe_ckpt.engine.audits import Audits
 from moe_ckpt.engine.in_memory_tier import InMemoryTier
 from moe_ckpt.engine.job_recovery import JobRecovery
 from moe_ckpt.engine.rank_parts import RankParts
@@ -31,6 +32,7 @@ class InMemoryCheckpointing:
         *,
         rebuilding: Rebuilding[Any] | None,
         job_recovery: JobRecovery | None,
+        audits: Audits | None,
         notes: Sequence[str],
         require_room: Callable[[], None] = lambda: None,
     ) -> None:
@@ -45,6 +47,9 @@ class InMemoryCheckpointing:
 
         self.job_recovery = job_recovery
         """Recovery after the loss of a process. None: such a loss ends the job."""
+
+        self.audits = audits
+        """Compares the state with window and gradients. None: there are no audits."""
 
         self.notes = notes
         """A forecast of the cost, line by line, for the log."""

@@ -117,7 +117,10 @@ class RankMemory:
         """Takes one snapshot at a time, in the background."""
 
         self.snapshots = SnapshotMemory(
-            snapshot_buffers, config.keep_windows, self.publisher
+            snapshot_buffers,
+            config.keep_windows,
+            self.publisher,
+            keeps_oldest=config.audits_every_iters > 0,
         )
         """The kept windows, and the window in flight."""
 

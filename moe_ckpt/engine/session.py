@@ -36,6 +36,7 @@ from moe_ckpt.errors import (
     RolledBackError,
 )
 from moe_ckpt.events import (
+    CorruptionFound,
     EventLog,
     ExpertsChosen,
     IntervalChosen,
@@ -393,6 +394,7 @@ class Session:
             self._in_memory.tier.committed(iteration)
             self._in_memory.losses.inject(iteration, "step")
             self._in_memory.recover_lost_state(iteration, undo=False)
+            self._audit(self._in_memory, iteration)
         assert self._policy is not None
         plan = self._policy.plan(iteration, self._measure)
         # one save at a time is in flight
@@ -482,6 +484,77 @@ class Session:
         if self._job_recovery:
             self._job_recovery.copies.resume_copying()
         return loaded
+
+    def _audit(self, in_memory: InMemoryCheckpointing, iteration: int) -> None:
+        """Audit the present state where due, and go back if any rank's state is wrong.
+
+        Raises RolledBackError on all ranks in that case.
+        """
+        audits = in_memory.audits
+        if audits is None or not audits.is_due(iteration):
+            return
+        # the copier reads the tensors that the audit overwrites
+        in_memory.tier.finish_snapshot()
+        # a fault meanwhile must not find a partly rebuilt state live
+        self._state.lose()
+        found = audits.compare(iteration, self._branch)
+        if not found:
+            self._state.be_at(iteration, self._branch)
+            return
+        where = [f"rank {rank}: {', '.join(names)}" for rank, names in found.items()]
+        source = self._return_to_audited(iteration)
+        self._events.append(
+            CorruptionFound(
+                iteration=iteration, where=where, action=f"back to {source}"
+            )
+        )
+        if self._ranks.rank == 0:
+            _log.warning(
+                "the state after iteration %d is not the one to which windows and"
+                " logged gradients lead (%s): back to %s",
+                *(iteration, "; ".join(where), source),
+            )
+        raise RolledBackError(source.iteration)
+
+    def _return_to_audited(self, iteration: int) -> Source:
+        """Bring all ranks to the newest state that is known to be good.
+
+        Args:
+            iteration: The iteration of the audit that has found another state.
+
+        Returns:
+            The source of the state: host memory, or else a disk.
+
+        Raises:
+            NothingLeftError: There is no such state. Raised on all ranks.
+        """
+        self._attempt(lambda: self._durable.poll(wait=True))
+        self.enter()
+        assert self._in_memory is not None
+        audits, job_recovery = self._in_memory.audits, self._job_recovery
+        assert audits is not None
+        if job_recovery:
+            job_recovery.copies.stop_copying(self._state)
+        # a save since the audit before may have the wrong state
+        for saved in self._fallback.look(job_recovery).sources:
+            if saved.iteration > audits.before(iteration):
+                self._fallback.quarantine(saved)
+        try:
+            plan = audits.go_back(iteration)
+        except NothingLeftError as error:
+            found = self._fallback.look(job_recovery)
+            loaded = self._load_best(found, f"{HOST_MEMORY}: {error}")
+            if loaded is None:
+                raise
+            source = loaded
+        else:
+            source = Source(location=HOST_MEMORY, iteration=plan.target_iteration)
+            self._state.be_at(plan.target_iteration, plan.branch)
+            self._in_memory.tier.logs.log_start(plan.target_iteration + 1)
+        self.begin_at(source.iteration)
+        if job_recovery:
+            job_recovery.copies.resume_copying()
+        return source
 
     def _load_best(self, found: UsableState, *passed_over: str) -> Source | None:
         loaded = self._fallback.load(found, self._job_recovery, passed_over)

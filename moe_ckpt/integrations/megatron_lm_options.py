@@ -148,7 +148,7 @@ EXACT: Sequence[Exact] = (
     Exact(
         options=(
             "virtual stages (`--num-virtual-stages-per-pipeline-rank`): all stages go"
-            " back together"
+            " back together, with `ckpt.recovery=gradients` the lost rank alone"
         ),
         tests=(f"{_JOBS}: virtual stages",),
     ),

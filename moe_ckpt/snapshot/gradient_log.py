@@ -164,7 +164,7 @@ class GradientLog:
             )
         return self._entries[iteration].tensors()
 
-    def drop_damaged(self, first: int, last: int) -> bool:
+    def drop_damaged(self, first: int, last: int) -> list[int]:
         """Drop the entries of a range that are damaged, or of another run or rank.
 
         Args:
@@ -172,7 +172,7 @@ class GradientLog:
             last: Last iteration of the range.
 
         Returns:
-            Whether an entry was dropped.
+            The iterations of the dropped entries.
         """
         wanted = {
             iteration: entry
@@ -180,8 +180,9 @@ class GradientLog:
             if first <= iteration <= last
         }
         intact = intact_checksums(wanted.values(), self._identity, self._shard)
-        self.drop(lambda logged: logged in wanted and logged not in intact)
-        return len(intact) < len(wanted)
+        damaged = sorted(wanted.keys() - intact.keys())
+        self.drop(lambda logged: logged in damaged)
+        return damaged
 
     def drop(self, is_dropped: Callable[[int], bool]) -> None:
         """Drop the entries of some iterations.

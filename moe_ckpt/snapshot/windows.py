@@ -282,6 +282,8 @@ class SnapshotMemory:
         buffers: HostBuffers,
         keep_windows: int,
         publisher: SnapshotPublisher | None = None,
+        *,
+        keeps_oldest: bool = False,
     ) -> None:
         """Begin without snapshots.
 
@@ -289,11 +291,13 @@ class SnapshotMemory:
             buffers: Pool from which the payloads of all snapshots are acquired.
             keep_windows: Number of windows to keep, at least 1.
             publisher: Stores the snapshots elsewhere as well; None: nothing does.
+            keeps_oldest: Whether the oldest window also stays, until `drop_superseded`.
         """
         assert keep_windows >= 1, keep_windows
         self._buffers = buffers
         self._publisher = publisher
         self._keep_windows = keep_windows
+        self._keeps_oldest = keeps_oldest
         self._in_flight: Window | None = None
         self._kept_versions: list[Version] = []  # newest first
         self._kept_snapshots: list[Snapshot] = []  # of kept versions
@@ -451,10 +455,9 @@ class SnapshotMemory:
             else []
         )
         whole = [older for older in earlier if compose(self._kept_snapshots, older)][:1]
-        self._keep(
-            [*[window.version, *before][: self._keep_windows], *whole, *also],
-            landed=window.snapshots,
-        )
+        oldest = before[-1:] if self._keeps_oldest else []
+        newest = [window.version, *before][: self._keep_windows]
+        self._keep([*newest, *whole, *oldest, *also], landed=window.snapshots)
 
     def abandon(self) -> None:
         """Drop the window in flight, if there is one."""
@@ -480,12 +483,19 @@ class SnapshotMemory:
         """Keep the windows with these starts, and drop all other windows.
 
         Args:
-            starts: Starts of windows, of which the first `keep_windows` count.
+            starts: Starts of windows, of which the first `keep_windows` count, and the
+                oldest if the memory keeps the oldest window.
         """
-        wanted = starts[: self._keep_windows]
+        wanted = set(starts[: self._keep_windows])
+        if self._keeps_oldest:
+            wanted.add(min(starts))
         self._keep(
             [version for version in self._kept_versions if version.iteration in wanted]
         )
+
+    def drop_superseded(self) -> None:
+        """Keep the newest `keep_windows` windows, and the window in flight."""
+        self._keep(self._kept_versions[: self._keep_windows], in_flight=self._in_flight)
 
     def drop(self, window_start: int) -> None:
         """Drop every window with this start, kept or in flight, as damaged."""
@@ -523,14 +533,18 @@ class SnapshotMemory:
         return totals
 
     def _keep(
-        self, versions: Collection[Version], landed: Sequence[Snapshot] = ()
+        self,
+        versions: Collection[Version],
+        landed: Sequence[Snapshot] = (),
+        in_flight: Window | None = None,
     ) -> None:
-        """Keep these versions, and no window in flight.
+        """Keep these versions.
 
         Args:
             versions: Versions to keep.
             landed: Snapshots of the window in flight, which replace others of the same
                 version.
+            in_flight: The window that is in flight from now on.
         """
         replaced = {snapshot.header.version for snapshot in landed}
         among = [
@@ -545,7 +559,7 @@ class SnapshotMemory:
             snapshot for version in versions for snapshot in needed_for(among, version)
         }
         self._hold(
-            None, versions, [snapshot for snapshot in among if snapshot in needed]
+            in_flight, versions, [snapshot for snapshot in among if snapshot in needed]
         )
 
     def _hold(

@@ -16,6 +16,7 @@ from moe_ckpt.faults.schedule import Kill
 from scripts.fetch_megatron_lm import FOLDER, TAGS, sources_of
 from tests.harness.jobs.attached_jobs import EXAMPLE, NUM_ITERS, Job, run_jobs
 from tests.harness.jobs.exact_attached_jobs import (
+    BY_GRADIENTS,
     CHECKED,
     KILLS,
     OPTIONS,
@@ -43,10 +44,18 @@ def require_exact_under_kills(folder: Path, plain: Job) -> None:
         options=(*OPTIONS["moevement"], *PATIENT, *CHECKED),
         kills=KILLS,
     )
-    ended = run_jobs(folder, plain, with_kills)
-    require_equal(ended["killed"], ended["plain"])
+    by_gradients = replace(
+        with_kills, name="by gradients", options=(*BY_GRADIENTS, *PATIENT, *CHECKED)
+    )
+    ended = run_jobs(folder, plain, with_kills, by_gradients)
+    for name in ("killed", "by gradients"):
+        require_equal(ended[name], ended["plain"])
+        kept = "rank 0 has kept its process"
+        assert ended[name].num_processes == [1, 2, 2, 2], kept
+    rebuilt = ended["by gradients"]
+    assert rebuilt.steps_again.keys() == {1, 2, 3}, "each dead rank, and no other"
+    assert rebuilt.audited == {2, 4, 6}
     killed = ended["killed"]
-    assert killed.num_processes == [1, 2, 2, 2], "rank 0 has kept its process"
     assert killed.kinds_of_events >= EVENTS_OF_A_KILLED_RUN
     assert json.loads((killed.run / "result.json").read_text()).keys() == RESULT_KEYS
 

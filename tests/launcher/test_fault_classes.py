@@ -12,6 +12,7 @@ from launcher.report.markdown import to_markdown
 from launcher.report.read import read_run
 from moe_ckpt.elastic.process_failure import FaultClass
 from moe_ckpt.events import (
+    CorruptionFound,
     LossNotFinite,
     ReplayDiffered,
     StateLost,
@@ -83,8 +84,13 @@ def test_bad_states_count_once_for_all_ranks_that_see_them() -> None:
         StateLost(iteration=3, phase="backward"),
         ReplayDiffered(iteration=8, operators=["layer 0"]),
     )
-    ranks = [[lost, differed, bad], [lost, differed, bad]]
-    assert count_faults(ranks) == {"state lost": 1, "bad loss": 1, "bit flip": 1}
+    corrupt = CorruptionFound(iteration=20, where=["rank 1: gate"], action="back")
+    seen = [lost, differed, bad, corrupt]
+    assert count_faults([seen, seen]) == {
+        "state lost": 1,
+        "bad loss": 1,
+        "bit flip": 2,
+    }
 
 
 def test_an_error_counts_unless_another_worker_followed() -> None:

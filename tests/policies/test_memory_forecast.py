@@ -35,6 +35,20 @@ def test_copies_for_others_take_as_much_as_the_largest_of_them() -> None:
     assert wanted.total_bytes == 2000 + 110 + 33 + wanted.copies_bytes
 
 
+def test_an_audit_needs_one_more_window_and_the_logs_since_the_audit_before() -> None:
+    audited = forecast(
+        keep_windows=2,
+        num_copies=1,
+        largest_window_bytes=1000,
+        audits_every_iters=20,
+        **WINDOWS,
+        **LOGS,
+    )
+    assert audited.snapshots_bytes == 4000
+    assert audited.step_log_bytes == 36 * 3
+    assert audited.copies_bytes == 4000 + 36 * 3
+
+
 def test_a_forecast_is_readable() -> None:
     mib = 1 << 20
     lines = MemoryForecast(

@@ -248,13 +248,15 @@ def test_windows_of_the_same_sizes_use_the_memory_of_the_first(
         assert buffers.total_bytes == min(window + 1, keep_windows + 1) * sum(sizes)
 
 
-def carry_out(script: str, keep_windows: int) -> SnapshotMemory:
+def carry_out(
+    script: str, keep_windows: int, *, keeps_oldest: bool = False
+) -> SnapshotMemory:
     """Execute a script of orders.
 
     After each order, the buffers in use are those of the held snapshots.
     """
     buffers = pool()
-    memory = SnapshotMemory(buffers, keep_windows)
+    memory = SnapshotMemory(buffers, keep_windows, keeps_oldest=keeps_oldest)
     for order in script.split(", "):
         name, *numbers = order.split()
         starts = [int(number) for number in numbers]
@@ -308,6 +310,28 @@ def test_after_a_script(
     assert (window and (window.start, len(window.snapshots))) == in_flight
     assert (starts_of(memory), memory.oldest_needed_iteration()) == (starts, starts[-1])
     assert all(window.complete for window in memory.windows())
+
+
+@pytest.mark.parametrize(
+    ("keep_windows", "script", "starts", "in_flight"),
+    [
+        (1, "keep 1, keep 3, keep 5", [5, 1], None),
+        (2, "keep 1, keep 3, keep 5, keep 7", [7, 5, 1], None),
+        (1, "keep 1, keep 3, keep 5, keep_only 5 1", [5, 1], None),
+        (1, "keep 1, keep 3, keep 5, take 7, drop_superseded", [5], (7, 2)),
+        (2, "keep 1, keep 3, keep 5, keep 7, drop_superseded", [7, 5], None),
+        (1, "keep 1, keep 3, drop_superseded, keep 5, keep 7", [7, 3], None),
+        # what was taken before a rollback is no oldest window
+        (1, "keep 4, keep 6, take 4, keep_in_flight", [4], None),
+    ],
+)
+def test_the_oldest_window_stays_until_it_is_superseded(
+    keep_windows: int, script: str, starts: list[int], in_flight: tuple[int, int] | None
+) -> None:
+    memory = carry_out(script, keep_windows, keeps_oldest=True)
+    window = memory.in_flight()
+    assert (window and (window.start, len(window.snapshots))) == in_flight
+    assert starts_of(memory) == starts
 
 
 def test_a_snapshot_of_the_same_slot_is_replaced() -> None:

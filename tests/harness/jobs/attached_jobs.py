@@ -21,7 +21,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from moe_ckpt.agent import die_with_parent
-from moe_ckpt.events import StateDigest, WorkerStarted, read_events
+from moe_ckpt.events import (
+    StageRecovered,
+    StateAudited,
+    StateDigest,
+    WorkerStarted,
+    read_events,
+)
 from moe_ckpt.faults.schedule import Kill
 from moe_ckpt.observation import Order
 from moe_ckpt.observed_start import enter
@@ -111,6 +117,28 @@ class Ended:
             sum(1 for _ in self._events(rank, WorkerStarted))
             for rank in range(NUM_RANKS)
         ]
+
+    @property
+    def steps_again(self) -> dict[int, int]:
+        """Steps that each rebuilt rank took again by logged gradients, by rank."""
+        return {
+            rank: sum(event.gradient_steps for event in events)
+            for rank in range(NUM_RANKS)
+            if (events := list(self._events(rank, StageRecovered)))
+        }
+
+    @property
+    def audited(self) -> set[int]:
+        """Iterations after which all ranks have audited their states."""
+        of_each = (
+            {
+                event.iteration
+                for event in self._events(rank, StateAudited)
+                if event.window_start is not None
+            }
+            for rank in range(NUM_RANKS)
+        )
+        return set.intersection(*of_each)
 
     def _events(self, rank: int, kind: type[T]) -> Iterator[T]:
         for logged in read_events(self.run / "events" / f"rank{rank:04d}.jsonl"):

@@ -36,6 +36,10 @@ OPTIONS = {
     ),
     "flowcheck": ("--ckpt", "flowcheck"),
 }
+BY_GRADIENTS = (
+    *OPTIONS["moevement"],
+    *("--set", "recovery=gradients", "--set", "audit_every_iters=2"),
+)
 PATIENT = ("--set", "runtime.heartbeat_s=30", "--set", "runtime.progress_s=60")
 CHECKED = ("--set", "run.check_determinism=true")
 KILLS = (
