@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from moe_ckpt.engine.rank_memory import RankMemory
+from moe_ckpt.errors import CheckpointLoadError
 from moe_ckpt.events import CheckpointSkipped, CorruptionFound, StateAudited
 from moe_ckpt.types import Phase
 from tests.harness.threads.job import (
@@ -239,3 +240,45 @@ def test_without_a_good_state_in_memory_a_disk_has_it(tmp_path: Path) -> None:
     ((iteration, _, action),) = found(job)
     assert iteration == 8
     assert action.startswith("back to local disk")
+
+
+def test_a_death_in_an_audit_finds_the_state_lost(tmp_path: Path) -> None:
+    """Rank 2 dies as its state is rebuilt, and the others wait for it in the audit."""
+    fault = Fault(rank=2, phase=Phase.REDUCE, iteration=8, skip=1)
+    job = audited(tmp_path, fault)
+
+    def die_in_the_audit(model: Model) -> None:
+        load = model.load_own
+
+        def load_and_die(*arguments: Any) -> None:
+            load(*arguments)
+            job.pages[2].enter(Phase.REDUCE)
+
+        model.load_own = load_and_die  # type: ignore[method-assign]
+
+    job.upsets[2, 8] = die_in_the_audit
+    exact(job)
+    assert len(job.struck) == 1
+    assert not found(job)
+
+
+def test_what_followed_the_flip_is_not_used_after_the_death_of_all(
+    tmp_path: Path,
+) -> None:
+    """All ranks die in iteration 5, after it has begun for the second time."""
+    fault = Fault(rank=1, phase=Phase.REDUCE, iteration=5, skip=1, also=(0, 2))
+    job = audited(tmp_path, fault)
+    job.upsets[1, 6] = flip_master
+    ends_exactly(job)
+    assert [iteration for iteration, *_ in found(job)] == [8]
+
+
+def test_what_followed_the_flip_is_not_loaded_from_a_disk(tmp_path: Path) -> None:
+    """The disk has a window of the wrong state as a node without copies is lost."""
+    fault = Fault(rank=1, phase=Phase.REDUCE, iteration=5, skip=1, loses_memory=True)
+    job = audited(tmp_path, fault, window=1, disk_every_iters=1, replicas=0)
+    job.settles = True
+    job.upsets[1, 6] = flip_master
+    with pytest.raises(CheckpointLoadError, match="in quarantine"):
+        job.run()
+    assert [iteration for iteration, *_ in found(job)] == [8]
