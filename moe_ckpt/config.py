@@ -209,11 +209,6 @@ class PolicyConfig:
         return False
 
     @property
-    def audits_every_iters(self) -> int:
-        """Iterations between audits of each rank's state; 0: none."""
-        return 0
-
-    @property
     def keeps_own_copy(self) -> bool:
         """Whether a rank's own replica daemon also keeps copies of the rank's state."""
         return False
@@ -590,10 +585,6 @@ class MoevementConfig(HostMemoryConfig):
     def copies_gradients(self) -> bool:
         return self.logs_gradients and self.replicate_gradients
 
-    @property
-    def audits_every_iters(self) -> int:
-        return self.audit_every_iters
-
     def __post_init__(self) -> None:
         super().__post_init__()
         require_choice("ckpt.recovery", self.recovery, RECOVERIES)
@@ -646,6 +637,7 @@ class RollbackConfig(HostMemoryConfig):
     """Settings of policies under which all ranks roll back to the newest snapshot."""
 
     keep_windows: ClassVar[int] = 1
+    audit_every_iters: ClassVar[int] = 0  # audits need logged gradients
     # the account of lost tokens is exact: whole tokens, no probabilities, no decay
     popularity: ClassVar[str] = "hard"
     popularity_decay: ClassVar[float] = 0.0

@@ -255,7 +255,7 @@ class InMemoryAssembly:
     def _audits(
         self, parts: RankParts, rebuilding: Rebuilding[Any] | None
     ) -> Audits | None:
-        every_iters = self._config.audits_every_iters
+        every_iters = self._config.audit_every_iters
         if not every_iters:
             return None
         assert isinstance(rebuilding, GradientRecovery), "the settings require it"

@@ -64,7 +64,7 @@ class IterationLogs:
             (self._config.keep_windows + 1) * longest_iters + self._config.profile_iters
         )
         # an audit needs the logs since the audit before
-        most_iters += self._config.audits_every_iters
+        most_iters += self._config.audit_every_iters
         self._drop_up_to(iteration - most_iters)
         if self._memory.boundary:
             self._memory.boundary.begin(iteration)

@@ -120,7 +120,7 @@ class RankMemory:
             snapshot_buffers,
             config.keep_windows,
             self.publisher,
-            keeps_oldest=config.audits_every_iters > 0,
+            keeps_oldest=config.audit_every_iters > 0,
         )
         """The kept windows, and the window in flight."""
 

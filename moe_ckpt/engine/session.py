@@ -470,20 +470,43 @@ class Session:
         found = self._fallback.look(self._job_recovery, tainted=since)
         if not found.sources:
             return None
+
+        def load() -> Source:
+            loaded = self._load_instead_of_memory(found, f"{bad}: {reason}")
+            assert loaded is not None, found
+            return loaded
+
         # only here: without another source training goes on with the present state,
         # policy and memory
+        return self._begin_anew(load)
+
+    def _begin_anew(self, load: Callable[[], Source]) -> Source:
+        """Let all ranks leave their state in living processes, and go on from another.
+
+        Args:
+            load: Brings all ranks to the other state, and returns its source.
+
+        Returns:
+            The source of the state.
+        """
         self.enter()
         if self._job_recovery:
             self._job_recovery.copies.stop_copying(self._state)
-        elif self._in_memory:
-            self._in_memory.parts.memory.clear()
         self._state.lose()
-        loaded = self._load_best(found, f"{bad}: {reason}")
-        assert loaded is not None, found
-        self.begin_at(loaded.iteration)
+        source = load()
+        self.begin_at(source.iteration)
         if self._job_recovery:
             self._job_recovery.copies.resume_copying()
-        return loaded
+        return source
+
+    def _load_instead_of_memory(
+        self, found: UsableState, *passed_over: str
+    ) -> Source | None:
+        """Load a state to which this rank's memory does not lead."""
+        # with a job recovery the load itself drops the memory, and peers' copies
+        if self._in_memory and not self._job_recovery:
+            self._in_memory.parts.memory.clear()
+        return self._load_best(found, *passed_over)
 
     def _audit(self, in_memory: InMemoryCheckpointing, iteration: int) -> None:
         """Audit the present state where due, and go back if any rank's state is wrong.
@@ -502,7 +525,8 @@ class Session:
             self._state.be_at(iteration, self._branch)
             return
         where = [f"rank {rank}: {', '.join(names)}" for rank, names in found.items()]
-        source = self._return_to_audited(iteration)
+        self._attempt(lambda: self._durable.poll(wait=True))
+        source = self._begin_anew(lambda: self._load_audited(iteration))
         self._events.append(
             CorruptionFound(
                 iteration=iteration, where=where, action=f"back to {source}"
@@ -516,7 +540,7 @@ class Session:
             )
         raise RolledBackError(source.iteration)
 
-    def _return_to_audited(self, iteration: int) -> Source:
+    def _load_audited(self, iteration: int) -> Source:
         """Bring all ranks to the newest state that is known to be good.
 
         Args:
@@ -528,13 +552,9 @@ class Session:
         Raises:
             NothingLeftError: There is no such state. Raised on all ranks.
         """
-        self._attempt(lambda: self._durable.poll(wait=True))
-        self.enter()
         assert self._in_memory is not None
         audits, job_recovery = self._in_memory.audits, self._job_recovery
         assert audits is not None
-        if job_recovery:
-            job_recovery.copies.stop_copying(self._state)
         # a save since the audit before may have the wrong state
         for saved in self._fallback.look(job_recovery).sources:
             if saved.iteration > audits.before(iteration):
@@ -543,18 +563,13 @@ class Session:
             plan = audits.go_back(iteration)
         except NothingLeftError as error:
             found = self._fallback.look(job_recovery)
-            loaded = self._load_best(found, f"{HOST_MEMORY}: {error}")
+            loaded = self._load_instead_of_memory(found, f"{HOST_MEMORY}: {error}")
             if loaded is None:
                 raise
-            source = loaded
-        else:
-            source = Source(location=HOST_MEMORY, iteration=plan.target_iteration)
-            self._state.be_at(plan.target_iteration, plan.branch)
-            self._in_memory.tier.logs.log_start(plan.target_iteration + 1)
-        self.begin_at(source.iteration)
-        if job_recovery:
-            job_recovery.copies.resume_copying()
-        return source
+            return loaded
+        self._state.be_at(plan.target_iteration, plan.branch)
+        self._in_memory.tier.logs.log_start(plan.target_iteration + 1)
+        return Source(location=HOST_MEMORY, iteration=plan.target_iteration)
 
     def _load_best(self, found: UsableState, *passed_over: str) -> Source | None:
         loaded = self._fallback.load(found, self._job_recovery, passed_over)

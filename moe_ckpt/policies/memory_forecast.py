@@ -106,7 +106,7 @@ def forecast(
     step_log_bytes_per_iteration: int,
     num_copies: int = 0,
     largest_window_bytes: int = 0,
-    audits_every_iters: int = 0,
+    audit_every_iters: int = 0,
 ) -> MemoryForecast:
     """Return the host memory of a rank's snapshots, logs and copies at their peak.
 
@@ -131,13 +131,13 @@ def forecast(
         num_copies: The number of other ranks whose windows and step logs the rank also
             keeps.
         largest_window_bytes: The largest window of these other ranks, in bytes.
-        audits_every_iters: The iterations between audits, over which one more window
+        audit_every_iters: The iterations between audits, over which one more window
             and the logs stay; 0: no audits.
     """
     # the next window is nearly complete before the oldest one is dropped
     num_windows = keep_windows + 1
-    num_logged = num_windows * period_iters + 1 + audits_every_iters
-    num_windows += audits_every_iters > 0
+    num_logged = num_windows * period_iters + 1 + audit_every_iters
+    num_windows += audit_every_iters > 0
     snapshots_bytes = num_windows * window_bytes
     boundary_log_bytes = num_logged * log_bytes_per_iteration
     step_log_bytes = num_logged * step_log_bytes_per_iteration

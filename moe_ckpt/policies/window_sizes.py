@@ -161,7 +161,7 @@ class WindowSizes:
             largest_window_bytes=max(
                 each.window(num_slots).window_bytes for each in self.kinds
             ),
-            audits_every_iters=self._config.audits_every_iters,
+            audit_every_iters=self._config.audit_every_iters,
         )
 
     def _size(self, num_slots: int) -> WindowSize:

@@ -16,7 +16,12 @@ import torch
 
 from moe_ckpt.engine.rank_memory import RankMemory
 from moe_ckpt.errors import CheckpointLoadError
-from moe_ckpt.events import CheckpointSkipped, CorruptionFound, StateAudited
+from moe_ckpt.events import (
+    CheckpointSkipped,
+    CorruptionFound,
+    StageRecovered,
+    StateAudited,
+)
 from moe_ckpt.types import Phase
 from tests.harness.threads.job import (
     MOMENTS,
@@ -215,7 +220,7 @@ def test_a_flip_is_found_after_the_job_has_gone_back(tmp_path: Path) -> None:
     assert [iteration for iteration, *_ in found(job)] == [8, 12]
 
 
-def test_audits_need_no_second_process(tmp_path: Path) -> None:
+def test_audits_need_no_copies_on_peers(tmp_path: Path) -> None:
     """The memory of a job without copies leads back as well."""
     job = audited(tmp_path, replicas=0)
     job.upsets[1, 6] = flip_master
@@ -260,6 +265,29 @@ def test_a_death_in_an_audit_finds_the_state_lost(tmp_path: Path) -> None:
     exact(job)
     assert len(job.struck) == 1
     assert not found(job)
+    rebuilt = [rank for rank in job.ranks if job.events(StageRecovered, rank)]
+    assert rebuilt == list(job.ranks)
+
+
+def test_a_flip_in_weights_that_another_rank_updates_is_found(tmp_path: Path) -> None:
+    """The bit flips after the gather of the step, in the shard of rank 0."""
+    job = audited(tmp_path, shape=Shape())
+
+    def flip_after_the_gather(model: Model) -> None:
+        gather = model.gather
+
+        def gather_and_flip() -> None:
+            model.gather = gather  # type: ignore[method-assign]
+            gather()
+            model.owned[1].values[:1].view(torch.int16)[0] ^= 1 << 5
+
+        model.gather = gather_and_flip  # type: ignore[method-assign]
+
+    job.upsets[1, 8] = flip_after_the_gather
+    ends_exactly(job)
+    ((iteration, where, _),) = found(job)
+    operator = str(job.models[1].owned[1].operator)
+    assert (iteration, where) == (8, [f"rank 1: {operator}"])
 
 
 def test_what_followed_the_flip_is_not_used_after_the_death_of_all(

@@ -40,7 +40,7 @@ def test_an_audit_needs_one_more_window_and_the_logs_since_the_audit_before() ->
         keep_windows=2,
         num_copies=1,
         largest_window_bytes=1000,
-        audits_every_iters=20,
+        audit_every_iters=20,
         **WINDOWS,
         **LOGS,
     )

@@ -321,7 +321,7 @@ def test_after_a_script(
         (1, "keep 1, keep 3, keep 5, take 7, drop_superseded", [5], (7, 2)),
         (2, "keep 1, keep 3, keep 5, keep 7, drop_superseded", [7, 5], None),
         (1, "keep 1, keep 3, drop_superseded, keep 5, keep 7", [7, 3], None),
-        # what was taken before a rollback is no oldest window
+        # a window from before a rollback is no oldest window
         (1, "keep 4, keep 6, take 4, keep_in_flight", [4], None),
     ],
 )
