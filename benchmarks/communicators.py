@@ -32,7 +32,7 @@ from megatron.core import parallel_state
 from benchmarks.marks import rewrite
 from benchmarks.runs import current_commit, hardware
 from moe_ckpt.elastic.backends import GlooBackend
-from moe_ckpt.elastic.process_groups import BACKEND, ElasticGroups, GroupTimeouts
+from moe_ckpt.elastic.process_groups import ELASTIC, ElasticGroups, GroupTimeouts
 
 LAYOUTS = {4: (2, 2), 8: (2, 2), 16: (4, 2)}
 """Pipeline stages and expert-parallel degree by number of ranks."""
@@ -162,7 +162,7 @@ def _be_rank(
     timeouts = GroupTimeouts(form_s=_LIMIT_S, operation_s=_LIMIT_S, abort_s=_LIMIT_S)
     groups = ElasticGroups(GlooBackend(), timeouts, lambda _: None, shares=shares)
     groups.register()
-    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=size)
+    dist.init_process_group(ELASTIC, store=dist.HashStore(), rank=rank, world_size=size)
     pp, ep = LAYOUTS[size]
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=pp,

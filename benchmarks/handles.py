@@ -34,7 +34,7 @@ from benchmarks.marks import rewrite
 from benchmarks.runs import current_commit, hardware
 from moe_ckpt.elastic.backends import GlooBackend, register_groups
 from moe_ckpt.elastic.operations import OPERATIONS
-from moe_ckpt.elastic.process_groups import BACKEND, ElasticGroups, GroupTimeouts
+from moe_ckpt.elastic.process_groups import ELASTIC, ElasticGroups, GroupTimeouts
 from moe_ckpt.elastic.status_page import StatusPage
 
 _LIMIT_S = 120.0
@@ -148,7 +148,7 @@ class ReachedPoint:
         return True
 
 
-class TransportAtOnce(GlooBackend):
+class BackendAtOnce(GlooBackend):
     """The interface to a device as `NcclBackend` implements it, without CUDA."""
 
     def __init__(self) -> None:
@@ -240,7 +240,7 @@ def _use_gloo(rank: int, folder: str, *arguments: Any) -> None:
 
 def _use_device(rank: int, folder: str, *arguments: Any) -> None:
     register_groups(_AT_ONCE, _create_at_once, ["cpu"])
-    _compare(rank, folder, TransportAtOnce(), _AT_ONCE, ON_DEVICE, *arguments)
+    _compare(rank, folder, BackendAtOnce(), _AT_ONCE, ON_DEVICE, *arguments)
 
 
 def _create_at_once(options: Any, _: Any) -> GroupAtOnce:
@@ -251,7 +251,7 @@ def _create_at_once(options: Any, _: Any) -> GroupAtOnce:
 def _compare(
     rank: int,
     folder: str,
-    transport: GlooBackend,
+    backend: GlooBackend,
     own_backend: str,
     operations: dict[str, Operation],
     rounds: int,
@@ -270,12 +270,12 @@ def _compare(
     page = StatusPage(Path(folder) / f"page{rank}")
     page.reset()
     timeouts = GroupTimeouts(form_s=_LIMIT_S, operation_s=_LIMIT_S, abort_s=_LIMIT_S)
-    groups = ElasticGroups(transport, timeouts, page.wait, page.wait_on_device)
+    groups = ElasticGroups(backend, timeouts, page.wait, page.wait_on_device)
     groups.register()
     store = dist.FileStore(f"{folder}/store", -1)
-    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=2)
+    dist.init_process_group(ELASTIC, store=store, rank=rank, world_size=2)
     own: Any = dist.new_group([0, 1], backend=own_backend)
-    handle: Any = dist.new_group([0, 1], backend=BACKEND)
+    handle: Any = dist.new_group([0, 1], backend=ELASTIC)
     groups.form(dist.FileStore(f"{folder}/groups", -1), 1)
     found = []
     for name, run in operations.items():

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from launcher.config import compose_settings
 from launcher.run import run_in
-from moe_ckpt.elastic.torchrun import read_launch
+from moe_ckpt.elastic.torchrun_variables import read_launch
 from moe_ckpt.elastic_worker import Worker
 from moe_ckpt.ports import TrainingHooks
 from moe_ckpt.run_elastic import run_elastic

@@ -18,7 +18,7 @@ from launcher.faults.carry_out import carry_out
 # imported it after the fork
 from launcher.run import run_in, use_cpu
 from moe_ckpt.elastic.supervisor import complain, start_beside
-from moe_ckpt.elastic.torchrun import read_launch
+from moe_ckpt.elastic.torchrun_variables import read_launch
 from moe_ckpt.faults.schedule import Kill
 from moe_ckpt.loop import start_rank
 from moe_ckpt.supervised_rank import SupervisedRank

@@ -30,7 +30,7 @@ from moe_ckpt.collectives import TorchRanks, gather_results
 from moe_ckpt.config import require
 from moe_ckpt.durable.checkpoint_folder import read_manifest
 from moe_ckpt.durable.course import RunCourse, Setting, read_course
-from moe_ckpt.elastic.torchrun import is_set_by_user, read_launch
+from moe_ckpt.elastic.torchrun_variables import is_set_by_user, read_launch
 from moe_ckpt.errors import ConfigError, DataError
 from moe_ckpt.loop import JoinedWorker, Training, WorkerProcess, run_worker
 from moe_ckpt.megatron.capacity_boost import BoostedRouter

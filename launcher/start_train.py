@@ -16,7 +16,7 @@ from pathlib import Path
 from launcher.overrides import make_parser, parse
 from launcher.train import DESCRIPTION, show
 from moe_ckpt.arguments import Parser
-from moe_ckpt.elastic.torchrun import require_spares
+from moe_ckpt.elastic.torchrun_variables import require_spares
 from moe_ckpt.errors import exit_status
 from moe_ckpt.torchrun_options import (
     add_torchrun_options,

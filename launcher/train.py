@@ -26,7 +26,7 @@ if __name__ == "__main__":
 
 from launcher.overrides import help_text, make_parser, parse
 from moe_ckpt.arguments import Parser
-from moe_ckpt.elastic.torchrun import read_launch, require_spares
+from moe_ckpt.elastic.torchrun_variables import read_launch, require_spares
 from moe_ckpt.errors import MoeCkptError
 from moe_ckpt.run import report_error
 

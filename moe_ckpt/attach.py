@@ -38,7 +38,7 @@ from moe_ckpt.durable.checkpoint_folder import CheckpointFolder
 from moe_ckpt.durable.course import RunCourse
 from moe_ckpt.durable.tier import DurableTier
 from moe_ckpt.elastic.context import ElasticContext
-from moe_ckpt.elastic.process_groups import CPU_BACKEND
+from moe_ckpt.elastic.process_groups import ELASTIC_CPU
 from moe_ckpt.engine.assembly import InMemoryAssembly
 from moe_ckpt.engine.computed_snapshots import NOTHING_COMPUTED
 from moe_ckpt.engine.inputs import Inputs
@@ -176,8 +176,8 @@ def attach(
     # taken
     allocate_scaling(state.model)
     ranks = TorchRanks()
-    # groups of CPU_BACKEND are formed anew after a fault
-    cpu_backend = CPU_BACKEND if elastic else "gloo"
+    # groups of ELASTIC_CPU are formed anew after a fault
+    cpu_backend = ELASTIC_CPU if elastic else "gloo"
     durable_state = MegatronDurableState(
         state, asynchronous=ckpt.async_save, cpu_backend=cpu_backend
     )

@@ -37,13 +37,13 @@ from moe_ckpt.elastic.job_store import (
 )
 from moe_ckpt.elastic.live_workers import remove_live, write_live
 from moe_ckpt.elastic.process_failure import ranks_in_words
-from moe_ckpt.elastic.process_groups import BACKEND, ElasticGroups, GroupTimeouts
+from moe_ckpt.elastic.process_groups import ELASTIC, ElasticGroups, GroupTimeouts
 from moe_ckpt.elastic.status_page import StatusPage, start_heartbeat
 from moe_ckpt.elastic.supervisor import (
     REQUEUE,
     complain,
 )
-from moe_ckpt.elastic.torchrun import Launch
+from moe_ckpt.elastic.torchrun_variables import Launch
 from moe_ckpt.engine.session import Session
 from moe_ckpt.engine.worker_loop import GenerationLoop, TrainingRun
 from moe_ckpt.errors import ConfigError, MoeCkptError, RanksMissingError
@@ -153,7 +153,7 @@ class Worker:
         # the ranks do not meet here: a store of this process is enough until the first
         # generation forms
         dist.init_process_group(
-            BACKEND,
+            ELASTIC,
             store=dist.HashStore(),
             rank=launch.global_rank,
             world_size=launch.world_size,

@@ -58,7 +58,7 @@ from moe_ckpt.config import is_on, require
 from moe_ckpt.durable.course import RunCourse
 from moe_ckpt.elastic.backend_choice import use_gpu
 from moe_ckpt.elastic.context import ElasticContext
-from moe_ckpt.elastic.torchrun import Launch, job_name
+from moe_ckpt.elastic.torchrun_variables import Launch, job_name
 from moe_ckpt.engine.inputs import Inputs
 from moe_ckpt.engine.session import LeftState, Session
 from moe_ckpt.engine.worker_loop import TrainingRun

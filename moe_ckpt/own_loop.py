@@ -34,7 +34,7 @@ from moe_ckpt.config_keys import to_keys
 from moe_ckpt.content import file_identity
 from moe_ckpt.durable.course import RunCourse
 from moe_ckpt.elastic.job_store import say_once
-from moe_ckpt.elastic.torchrun import read_launch
+from moe_ckpt.elastic.torchrun_variables import read_launch
 from moe_ckpt.engine.session import Session
 from moe_ckpt.errors import DataError, MoeCkptError
 from moe_ckpt.events import IterationCommitted

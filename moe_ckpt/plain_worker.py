@@ -16,7 +16,7 @@ from moe_ckpt.config import NCCL, STAGED
 from moe_ckpt.elastic.backend_choice import backend_kind
 from moe_ckpt.elastic.job_store import agent_store
 from moe_ckpt.elastic.staged import register_staged
-from moe_ckpt.elastic.torchrun import Launch
+from moe_ckpt.elastic.torchrun_variables import Launch
 from moe_ckpt.engine.session import Session
 from moe_ckpt.engine.worker_loop import TrainingRun
 from moe_ckpt.events import EventLog

@@ -31,7 +31,12 @@ if __name__ == "__main__":
     end_with_agent()
 
 from moe_ckpt.config import require
-from moe_ckpt.elastic.torchrun import Launch, is_launched, read_launch, write_error_file
+from moe_ckpt.elastic.torchrun_variables import (
+    Launch,
+    is_launched,
+    read_launch,
+    write_error_file,
+)
 from moe_ckpt.errors import ConfigError, MoeCkptError
 from moe_ckpt.exactness import BITWISE
 from moe_ckpt.loop_names import LOOP_MODULES

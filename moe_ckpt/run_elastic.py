@@ -54,7 +54,7 @@ from moe_ckpt.elastic.supervisor import (
     complain,
     start_beside,
 )
-from moe_ckpt.elastic.torchrun import (
+from moe_ckpt.elastic.torchrun_variables import (
     Launch,
     has_agent_store,
     require_spares,

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from moe_ckpt.collectives import TorchRanks, broadcast_result
 from moe_ckpt.config import RunFolderConfig
 from moe_ckpt.elastic.job_store import agent_store
-from moe_ckpt.elastic.torchrun import Launch, has_agent_store
+from moe_ckpt.elastic.torchrun_variables import Launch, has_agent_store
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.events import EventLog
 from moe_ckpt.private_files import make_private, replace_private, user_in

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TextIO
 
 from moe_ckpt.agent import agent_pid
-from moe_ckpt.elastic.torchrun import has_agent_store, job_name
+from moe_ckpt.elastic.torchrun_variables import has_agent_store, job_name
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.linux import boot_id, is_alive, pid_namespace, start_ticks
 from moe_ckpt.private_files import open_private

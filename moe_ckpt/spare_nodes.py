@@ -30,7 +30,7 @@ from moe_ckpt.elastic.machines import MachineBoard
 from moe_ckpt.elastic.process_failure import Death, FaultClass, ranks_in_words
 from moe_ckpt.elastic.standing_by import OwnMachine
 from moe_ckpt.elastic.supervisor import Supervisor, complain
-from moe_ckpt.elastic.torchrun import Launch, export_launch
+from moe_ckpt.elastic.torchrun_variables import Launch, export_launch
 from moe_ckpt.elastic.waiting_worker import WaitingWorker
 from moe_ckpt.elastic_worker import Worker, open_part, run_one_worker
 from moe_ckpt.errors import StoreLostError

@@ -32,7 +32,7 @@ from moe_ckpt.elastic.shared_memory import (
 )
 from moe_ckpt.elastic.standing_by import OwnMachine
 from moe_ckpt.elastic.supervisor import REQUEUE
-from moe_ckpt.elastic.torchrun import Launch
+from moe_ckpt.elastic.torchrun_variables import Launch
 from moe_ckpt.flowcheck.server_job import ServerJob
 from moe_ckpt.job_config import JobConfig
 from moe_ckpt.replication.messages import Ticket

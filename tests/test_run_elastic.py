@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
 from moe_ckpt.elastic.generations import FENCED, STORE_LOST
 from moe_ckpt.elastic.shared_memory import Ended
 from moe_ckpt.elastic.supervisor import REQUEUE
-from moe_ckpt.elastic.torchrun import read_launch
+from moe_ckpt.elastic.torchrun_variables import read_launch
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.run_elastic import run_elastic
 from moe_ckpt.run_settings import runtime_config

@@ -1,4 +1,7 @@
-"""Runs a command to its end, with the output in a file."""
+"""Runs of the user's command, each to its end, and the exit statuses of a proof.
+
+The output of a run goes to a file.
+"""
 
 from __future__ import annotations
 

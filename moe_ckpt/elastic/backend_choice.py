@@ -15,7 +15,7 @@ from moe_ckpt.config import AUTO, BACKENDS, GLOO, NCCL, STAGED, require, require
 from moe_ckpt.elastic.backends import Backend, GlooBackend
 from moe_ckpt.elastic.nccl_backend import NcclBackend
 from moe_ckpt.elastic.staged import staged_backend
-from moe_ckpt.elastic.torchrun import Launch
+from moe_ckpt.elastic.torchrun_variables import Launch
 
 
 def backend_kind(wanted: str, *, on_gpu: bool, share_gpus: bool = False) -> str:

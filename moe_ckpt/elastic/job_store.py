@@ -23,7 +23,7 @@ import torch.distributed as dist
 from moe_ckpt.config import parse_endpoints, require
 from moe_ckpt.elastic.etcd_client import EtcdClient
 from moe_ckpt.elastic.etcd_store import EtcdStore
-from moe_ckpt.elastic.torchrun import Launch, has_agent_store, job_name
+from moe_ckpt.elastic.torchrun_variables import Launch, has_agent_store, job_name
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.private_files import write_private
 

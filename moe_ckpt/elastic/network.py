@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_ckpt.config import require
-from moe_ckpt.elastic.torchrun import Launch
+from moe_ckpt.elastic.torchrun_variables import Launch
 from moe_ckpt.errors import ConfigError
 
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface

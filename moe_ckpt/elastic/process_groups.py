@@ -49,8 +49,11 @@ from moe_ckpt.elastic.solo_group import FinishedWork, SoloGroup
 from moe_ckpt.elastic.staged_group import StagedWork
 from moe_ckpt.errors import PeersLostError
 
-BACKEND, CPU_BACKEND = "elastic", "elastic_cpu"
-"""Names of backends: for tensors on training's device, and for tensors on the host."""
+ELASTIC, ELASTIC_CPU = "elastic", "elastic_cpu"
+"""Names by which torch.distributed knows these groups.
+
+The first are for tensors on the device of training, the second for tensors on the host.
+"""
 
 _FORMING_THREADS = 4
 _LEAST_SUMMAND = 1 << 40
@@ -187,7 +190,7 @@ class ElasticGroup(dist.ProcessGroup):
         members: str,
         own: int,
         size: int,
-        transport: Backend,
+        backend: Backend,
         groups: ElasticGroups,
     ) -> None:
         """Make a handle, which is alone until its inner group is formed.
@@ -196,23 +199,23 @@ class ElasticGroup(dist.ProcessGroup):
             members: The name of the group's members, the same on all of them.
             own: This process's position in the group.
             size: The number of members.
-            transport: The backend of the inner groups.
+            backend: The backend of the inner groups.
             groups: All handles of this process.
         """
         # torch's stubs describe another constructor
         super().__init__(own, size)  # pyright: ignore[reportCallIssue]
         self.members = members
         self.inner: InnerGroup | SoloGroup | None = SoloGroup(size)
-        self.transport = transport
+        self.backend = backend
         self.batch: _Batch | None = None
         self._groups = groups
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [self.transport.device]
+        return [self.backend.device]
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        return BACKEND
+        return ELASTIC
 
     @property
     def num_operations(self) -> int:
@@ -271,7 +274,7 @@ class ElasticGroups:
 
     def __init__(
         self,
-        transport: Backend,
+        backend: Backend,
         timeouts: GroupTimeouts,
         on_wait: Callable[[bool], None],
         on_device_wait: Callable[[bool], None] | None = None,
@@ -281,7 +284,7 @@ class ElasticGroups:
         """Begin without handles.
 
         Args:
-            transport: The backend for tensors on training's device.
+            backend: The backend for tensors on training's device.
             timeouts: The time limits.
             on_wait: Called with True when a wait for other ranks begins in the thread
                 that forms groups, or in autograd's thread in the backward pass, and
@@ -290,15 +293,15 @@ class ElasticGroups:
                 ranks, and with False when the device's wait ends.
             shares: Whether groups of the same ranks share an inner group.
         """
-        self._transports = {BACKEND: transport, CPU_BACKEND: transport}
-        if transport.device.type != "cpu":
-            self._transports[CPU_BACKEND] = GlooBackend()
+        self._backends = {ELASTIC: backend, ELASTIC_CPU: backend}
+        if backend.device.type != "cpu":
+            self._backends[ELASTIC_CPU] = GlooBackend()
         self._shares = shares
         self._timeouts = timeouts
         self._reported = _ReportedWait(on_wait)
         self._device_waits = DeviceWaits(
             on_device_wait or _nobody,
-            lambda: self._transports[BACKEND].failure(),
+            lambda: self._backends[ELASTIC].failure(),
             limit_s=timeouts.operation_s,
         )
         self._handles: list[ElasticGroup] = []
@@ -338,10 +341,10 @@ class ElasticGroups:
         )
 
     def register(self) -> None:
-        """Register `BACKEND` and `CPU_BACKEND` with `torch.distributed`."""
-        for name, transport in self._transports.items():
-            create = functools.partial(self._create, name, transport)
-            register_groups(name, create, [transport.device.type])
+        """Register `ELASTIC` and `ELASTIC_CPU` with `torch.distributed`."""
+        for name, backend in self._backends.items():
+            create = functools.partial(self._create, name, backend)
+            register_groups(name, create, [backend.device.type])
         batch_transfers_of(ElasticGroup)
 
     def form(
@@ -380,10 +383,10 @@ class ElasticGroups:
             self._timeouts.form_s,
             num_ranks=max((handle.size() for handle in self._handles), default=1),
         )
-        # the host's transport first: sockets that NCCL opens later do not belong to the
+        # the host's backend first: sockets that NCCL opens later do not belong to the
         # host's groups
-        for transport in reversed(self._distinct):
-            self._form_all(transport, store, over, made)
+        for backend in reversed(self._distinct):
+            self._form_all(backend, store, over, made)
         self._kept.clear()
         for handle in self._handles:
             if handle.members in made:
@@ -408,8 +411,8 @@ class ElasticGroups:
                 spared.append(inner.group)
             else:
                 inner.is_broken = True
-        for transport in self._distinct:
-            transport.cut(self._timeouts.abort_s, spared)
+        for backend in self._distinct:
+            backend.cut(self._timeouts.abort_s, spared)
 
     def confirm(self, handle: ElasticGroup) -> bool:
         """Confirm the results of earlier operations on all ranks. Collective.
@@ -430,23 +433,21 @@ class ElasticGroups:
             PeersLostError: A rank was lost, or an operation was cut off.
         """
         over, inner = self._over, handle.inner
-        self._sync(handle.transport, over)
-        if not handle.transport.completes_when_cut or not isinstance(inner, InnerGroup):
+        self._sync(handle.backend, over)
+        if not handle.backend.completes_when_cut or not isinstance(inner, InnerGroup):
             return False
         # only after the sync: the sum then proves that each rank's device had finished
         # before that rank aborted anything. An abort follows the flag `over`, and `run`
         # checks the flag
         summand = inner.guards.next()
-        total = torch.full(
-            (), summand, dtype=torch.int64, device=handle.transport.device
-        )
+        total = torch.full((), summand, dtype=torch.int64, device=handle.backend.device)
         dist.all_reduce(total, group=handle)
-        self._sync(handle.transport, over)
+        self._sync(handle.backend, over)
         if total.item() != handle.size() * summand:
             raise PeersLostError("other ranks were lost: an operation was cut off")
         return True
 
-    def _sync(self, transport: Backend, over: threading.Event) -> None:
+    def _sync(self, backend: Backend, over: threading.Event) -> None:
         """Wait until the awaited operations are complete on the device as well.
 
         Raises:
@@ -454,7 +455,7 @@ class ElasticGroups:
                 is over.
         """
         with self._telling():
-            transport.sync(over.is_set, self._timeouts.operation_s)
+            backend.sync(over.is_set, self._timeouts.operation_s)
         if over.is_set():
             raise PeersLostError("other ranks were lost")
 
@@ -491,8 +492,8 @@ class ElasticGroups:
         threading.Thread(target=_bury, args=(dropped,), daemon=True).start()
         # this frame must not keep groups that the other thread has given up
         del dropped
-        for transport in self._distinct:
-            self._wait_for_quiet(transport, begun_s)
+        for backend in self._distinct:
+            self._wait_for_quiet(backend, begun_s)
         # groups in reference cycles keep their sockets open, and peers waiting
         gc.collect()
         # glibc keeps freed blocks; another C library has no `malloc_trim`
@@ -529,9 +530,7 @@ class ElasticGroups:
             call = functools.partial(
                 _call, handle, inner, over, name, name, arguments, options
             )
-            is_late = name in TRANSFERS and handle.transport.connects_late(
-                handle.size()
-            )
+            is_late = name in TRANSFERS and handle.backend.connects_late(handle.size())
             work = self._begin_with_helper(call) if is_late else call()
             inner.num_begun += 1
             inner.num_transfers += name in TRANSFERS
@@ -602,7 +601,7 @@ class ElasticGroups:
         batch, handle.batch = handle.batch, None
         if batch is not None:
             with batch.held:
-                handle.transport.discard(num_open=1)
+                handle.backend.discard(num_open=1)
                 with contextlib.suppress(RuntimeError):
                     batch.inner.group._end_coalescing(batch.device)
 
@@ -613,19 +612,19 @@ class ElasticGroups:
             PeersLostError: The operation has failed or was abandoned, or ranks are
                 lost.
         """
-        transport, over = operation.transport, operation.over
+        backend, over = operation.backend, operation.over
         try:
             with self._telling():
-                if transport.completes_when_cut:
-                    transport.wait(operation.work)
+                if backend.completes_when_cut:
+                    backend.wait(operation.work)
                 else:
                     self._wait_on_host(operation)
                 if operation.name == "barrier":  # the host waits as well
-                    transport.sync(over.is_set, self._timeouts.operation_s)
+                    backend.sync(over.is_set, self._timeouts.operation_s)
         except RuntimeError as error:
             raise PeersLostError(str(error)) from error
         # NCCL: the current stream waits for the operation, and the host does not
-        self._device_waits.add(transport.mark(), over.is_set)
+        self._device_waits.add(backend.mark(), over.is_set)
         operation.unfinished.discard(operation)
         if over.is_set():
             raise PeersLostError("other ranks were lost")
@@ -649,7 +648,7 @@ class ElasticGroups:
         """
         if work is not None:
             operation = _Operation(
-                self, handle.transport, inner, name, work, arguments, over
+                self, handle.backend, inner, name, work, arguments, over
             )
             inner.unfinished.add(operation)
             return operation
@@ -657,7 +656,7 @@ class ElasticGroups:
         # the current stream
         if over.is_set():
             raise PeersLostError(f"{name}: other ranks were lost")
-        self._device_waits.add(handle.transport.mark(), over.is_set)
+        self._device_waits.add(handle.backend.mark(), over.is_set)
         return _FINISHED
 
     def _begin_with_helper(self, begin: Callable[[], Any]) -> Any:
@@ -673,7 +672,7 @@ class ElasticGroups:
         if operation.name in SURVIVE_TIMEOUTS:
             self._waits.wait_in_slices(operation.host_work)
         else:
-            call = functools.partial(operation.transport.wait, operation.host_work)
+            call = functools.partial(operation.backend.wait, operation.host_work)
             self._waits.wait_with_helper(call, operation.keep)
 
     def _telling(self) -> contextlib.AbstractContextManager[object]:
@@ -712,22 +711,20 @@ class ElasticGroups:
         Aborts of the device's groups must precede the end of sockets under running
         kernels.
         """
-        return tuple(dict.fromkeys(self._transports.values()))
+        return tuple(dict.fromkeys(self._backends.values()))
 
-    def _wait_for_quiet(self, transport: Backend, begun_s: float) -> None:
+    def _wait_for_quiet(self, backend: Backend, begun_s: float) -> None:
         """Wait until no further byte can arrive in a tensor."""
         limit_s = (
-            self._timeouts.abort_s
-            if transport.closing_s is None
-            else transport.closing_s
+            self._timeouts.abort_s if backend.closing_s is None else backend.closing_s
         )
         # by polling: the kernel does not report when gloo has read its last byte
-        while not transport.is_quiet():
+        while not backend.is_quiet():
             if time.monotonic() - begun_s > limit_s:
                 # only another process gets the device back
-                if transport.closing_s is None:
+                if backend.closing_s is None:
                     die(
-                        f"{transport.device} is not done runtime.abort_s={limit_s:g}"
+                        f"{backend.device} is not done runtime.abort_s={limit_s:g}"
                         " seconds after an abort"
                     )
                 return
@@ -735,12 +732,12 @@ class ElasticGroups:
 
     def _form_all(
         self,
-        transport: Backend,
+        backend: Backend,
         store: PollingStore,
         over: threading.Event,
         made: dict[str, InnerGroup],
     ) -> None:
-        """Form one transport's inner groups, one for all handles with the same members.
+        """Form one backend's inner groups, one for all handles with the same members.
 
         Raises:
             PeersLostError: Forming fails, takes too long, or is cut.
@@ -748,7 +745,7 @@ class ElasticGroups:
         handles = (
             handle
             for handle in self._handles
-            if handle.size() > 1 and handle.transport is transport
+            if handle.size() > 1 and handle.backend is backend
         )
         # Each group costs connections, threads and, with NCCL, seconds and device
         # memory. Megatron's 12 groups in a job of 4 ranks have 3 memberships. All ranks
@@ -762,7 +759,7 @@ class ElasticGroups:
             shared[index::_FORMING_THREADS]
             for index in range(min(_FORMING_THREADS, len(shared)))
         ]
-        transport.begin([inner.group for inner in self._kept.values()])
+        backend.begin([inner.group for inner in self._kept.values()])
         outcomes: list[WaitResult] = []
         for part in parts:
             helper = Helper()
@@ -781,7 +778,7 @@ class ElasticGroups:
             over.set()  # ends the other threads at their next request to the store
             raise PeersLostError(f"forming process groups: {error}") from error
         finally:
-            transport.formed()
+            backend.formed()
 
     def _form(
         self,
@@ -805,7 +802,7 @@ class ElasticGroups:
 
         Else drop the group.
         """
-        if not handle.transport.keeps_idle(handle.size()):
+        if not handle.backend.keeps_idle(handle.size()):
             return None
         kept = self._kept.get(handle.members)
         # once more: the thread that watches the last generation may have cut the group
@@ -819,26 +816,26 @@ class ElasticGroups:
         return None
 
     def _new_inner(self, handle: ElasticGroup, store: PollingStore) -> InnerGroup:
-        group = handle.transport.make(
+        group = handle.backend.make(
             store,
             handle.rank(),
             handle.size(),
             form_s=self._timeouts.form_s,
             operation_s=self._timeouts.operation_s,
         )
-        can_outlast = handle.transport.keeps_idle(handle.size())
+        can_outlast = handle.backend.keeps_idle(handle.size())
         return InnerGroup(
             group=group,
             launching=threading.RLock()
             if can_outlast
-            else handle.transport.launching(group),
+            else handle.backend.launching(group),
             generation=self._generation,
             can_outlast=can_outlast,
             guards=Guards(handle.members, self._generation),
         )
 
     def _create(
-        self, backend: str, transport: Backend, options: Any, _: Any
+        self, name: str, backend: Backend, options: Any, _: Any
     ) -> ElasticGroup:
         # torch names no ranks for the world
         ranks = options.global_ranks_in_group or range(options.group_size)
@@ -851,10 +848,10 @@ class ElasticGroups:
             else options.group_id
         )
         handle = ElasticGroup(
-            f"{backend}/{members}",
+            f"{name}/{members}",
             options.group_rank,
             options.group_size,
-            transport,
+            backend,
             self,
         )
         self._handles.append(handle)
@@ -887,7 +884,7 @@ class _Operation(dist.Work):
     def __init__(
         self,
         groups: ElasticGroups,
-        transport: Backend,
+        backend: Backend,
         inner: InnerGroup,
         name: str,
         work: Any,
@@ -895,7 +892,7 @@ class _Operation(dist.Work):
         over: threading.Event,
     ) -> None:
         super().__init__()
-        self.transport = transport
+        self.backend = backend
         # only the set and not the inner group: a caller that keeps this object would
         # keep the group's sockets
         self.unfinished = inner.unfinished
@@ -969,7 +966,7 @@ def _call(
         return getattr(inner.group, method)(*arguments, **options)
     except BaseException as error:
         inner.is_broken = True
-        handle.transport.discard()
+        handle.backend.discard()
         if isinstance(error, RuntimeError):
             raise PeersLostError(f"{name}: {error}") from error
         raise

@@ -15,7 +15,7 @@ from moe_ckpt.elastic.janitor import janitor_of_node
 from moe_ckpt.elastic.machine_calls import Call, wait_for_call
 from moe_ckpt.elastic.machine_watcher import WatcherProcess, WatcherSettings
 from moe_ckpt.elastic.machines import MachineBoard
-from moe_ckpt.elastic.torchrun import Launch
+from moe_ckpt.elastic.torchrun_variables import Launch
 from moe_ckpt.linux import boot_id
 
 

@@ -202,13 +202,11 @@ def _require_capturable(state: TrainingState) -> None:
         f"one type of gradients {_WANTED}",
     )
     groups = [group for _, group in _buckets(state) if group.size() > 1]
-    transports = [
-        group.transport for group in groups if isinstance(group, ElasticGroup)
-    ]
-    is_gloo = len(transports) == len(groups) and all(
-        transport.sends_gloo_frames for transport in transports
+    backends = [group.backend for group in groups if isinstance(group, ElasticGroup)]
+    is_gloo = len(backends) == len(groups) and all(
+        backend.sends_gloo_frames for backend in backends
     )
-    names = sorted({type(transport).__name__ for transport in transports})
+    names = sorted({type(backend).__name__ for backend in backends})
     wanted = (
         "tap, or gloo over TCP: frames of NCCL over RDMA or of encrypted connections"
         " are not parsed"

@@ -23,7 +23,7 @@ from megatron.core import parallel_state
 from moe_ckpt.collectives import TorchRanks
 from moe_ckpt.config import require
 from moe_ckpt.durable.course import RunCourse
-from moe_ckpt.elastic.process_groups import BACKEND, CPU_BACKEND
+from moe_ckpt.elastic.process_groups import ELASTIC, ELASTIC_CPU
 from moe_ckpt.elastic_worker import Worker
 from moe_ckpt.exactness import BITWISE, resolve_exactness
 from moe_ckpt.integrations.attached_loop import (
@@ -259,8 +259,8 @@ def route_groups() -> None:
     def new_group(*arguments: Any, **options: Any) -> Any:
         wanted = inspect.signature(plain).bind(*arguments, **options).arguments
         backend = wanted.pop("backend", None)
-        if backend not in (BACKEND, CPU_BACKEND):
-            backend = CPU_BACKEND if backend and "gloo" in backend else BACKEND
+        if backend not in (ELASTIC, ELASTIC_CPU):
+            backend = ELASTIC_CPU if backend and "gloo" in backend else ELASTIC
         # `pg_options` are for NCCL, and `runtime` has timeouts of its own
         for name in ("timeout", "pg_options"):
             wanted.pop(name, None)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from moe_ckpt.elastic.torchrun import read_launch
+from moe_ckpt.elastic.torchrun_variables import read_launch
 from moe_ckpt.megatron.checks import StateChecks, forget_first_moments, job_digest
 from moe_ckpt.megatron.determinism import make_deterministic
 from moe_ckpt.megatron.state import TrainingState, named_state

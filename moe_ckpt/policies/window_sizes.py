@@ -1,4 +1,4 @@
-"""Bytes of windows over all stages, and the windows that a memory budget allows.
+"""`ckpt=moevement`: bytes of windows over all stages, and those that fit in memory.
 
 The module computes copies and memory for each number of slots. Pure: every rank
 computes the same from the profiles of all stages. Sizes are those of the order without

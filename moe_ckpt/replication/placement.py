@@ -45,10 +45,7 @@ def copy_holders(
       3 to 5.
 
     Groups among peers are those of MoEtion, section 5.1, Algorithm 2, as the paper's
-    text describes the algorithm: each rank contributes a shard. The printed algorithm
-    differs: it calls a pipeline a data-parallel group, ignores nodes, lets the lowest
-    worker of a group hold all copies of the others, and leaves the last worker outside
-    of groups without a copy.
+    text describes the algorithm (docs/design.md, "Copies to peers").
 
     Args:
         global_rank: The rank.

@@ -20,7 +20,7 @@ from moe_ckpt.elastic.backend_choice import (
 )
 from moe_ckpt.elastic.backends import GlooBackend
 from moe_ckpt.elastic.staged_group import StagedGroup
-from moe_ckpt.elastic.torchrun import Launch
+from moe_ckpt.elastic.torchrun_variables import Launch
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.run_settings import runtime_config
 

@@ -19,8 +19,8 @@ from moe_ckpt.config import STAGED
 from moe_ckpt.elastic.backend_choice import open_backend
 from moe_ckpt.elastic.generation_sockets import GenerationSockets, LoopSockets
 from moe_ckpt.elastic.staged import register_staged
+from tests.harness.gloo.backends import passes
 from tests.harness.gloo.ranks import rank_store, run_ranks
-from tests.harness.gloo.transports import passes
 from tests.harness.gloo.workers import open_groups, own_rank, wait_until
 from tests.waits import WAIT_S
 

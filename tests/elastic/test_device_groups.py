@@ -1,4 +1,4 @@
-"""Elastic groups over transports that behave like a device's, made from gloo.
+"""Elastic groups over backends that behave like a device's, made from gloo.
 
 Covered are operations without a Work, batches, a host that blocks for its device,
 results that an abort has spoilt, sockets, and aborts that hang.
@@ -27,12 +27,13 @@ from moe_ckpt.elastic import process_groups
 from moe_ckpt.elastic.backends import GlooBackend
 from moe_ckpt.elastic.generations import Generations
 from moe_ckpt.elastic.process_groups import (
-    BACKEND,
-    CPU_BACKEND,
+    ELASTIC,
+    ELASTIC_CPU,
     ElasticGroups,
     GroupTimeouts,
 )
 from moe_ckpt.elastic.status_page import StatusPage
+from tests.harness.gloo.backends import HeldBackend, passes
 from tests.harness.gloo.collectives import (
     all_gather_into_tensor,
     all_reduce,
@@ -45,7 +46,6 @@ from tests.harness.gloo.collectives import (
     plain,
 )
 from tests.harness.gloo.ranks import RankFailedError, run_ranks
-from tests.harness.gloo.transports import HeldTransport, passes
 from tests.harness.gloo.workers import (
     PATIENT,
     DevicePoint,
@@ -86,7 +86,7 @@ class LikeNccl:
         return operation
 
 
-class LikeNcclTransport(GlooBackend):
+class LikeNcclBackend(GlooBackend):
     """gloo with `LikeNccl` groups."""
 
     def make(
@@ -110,7 +110,7 @@ def use_groups_without_work(folder: str) -> tuple[list[Any], int, str]:
         The results of the operations, the number of operations kept as unfinished, and
         the outcome of an operation after the cut.
     """
-    groups = open_groups(own_rank(), 2, transport=LikeNcclTransport())
+    groups = open_groups(own_rank(), 2, backend=LikeNcclBackend())
     groups.form(open_store(folder), 1)
     calls = (
         all_reduce,
@@ -202,7 +202,7 @@ class Counted(contextlib.AbstractContextManager[None]):
         self.depth -= 1
 
 
-class SerialTransport(GlooBackend):
+class SerialBackend(GlooBackend):
     """gloo with `SerialGroup` groups; counts open launches and dropped calls."""
 
     def __init__(self) -> None:
@@ -248,10 +248,10 @@ def exchange_in_batches(
     Returns:
         Of the first batch, the outcome, the received data, and the number of operations
         kept as unfinished. Of the second batch, the outcome, the number of batches that
-        are still open, how often the transport is held, and whether calls were dropped.
+        are still open, how often the backend is held, and whether calls were dropped.
     """
-    transport = SerialTransport()
-    groups = open_groups(own_rank(), 2, operation_s=3.0, transport=transport)
+    backend = SerialBackend()
+    groups = open_groups(own_rank(), 2, operation_s=3.0, backend=backend)
     groups.form(open_store(folder), 1)
     other, received = 1 - own_rank(), torch.zeros(2)
     both_send_first = [
@@ -272,7 +272,7 @@ def exchange_in_batches(
     call = getattr(inside, cut_at)
     setattr(inside, cut_at, lambda *arguments: (call(*arguments), groups.cut())[0])
     failed = outcome_of(exchange)
-    held, dropped = transport.launches.depth, transport.num_discarded > 0
+    held, dropped = backend.launches.depth, backend.num_discarded > 0
     return outcome, received.tolist(), kept, failed, inside.open_batches, held, dropped
 
 
@@ -290,25 +290,25 @@ def test_transfers_are_batched_where_the_inside_can(
 
 
 def hold_batches(folder: str) -> list[int]:
-    """Return how often the transport is held around batches.
+    """Return how often the backend is held around batches.
 
     Returns:
         The counts before, inside and after a batch, and after `leave` has ended a batch
         that was left open, as an error leaves it.
     """
-    transport = SerialTransport()
-    groups, store = open_groups(own_rank(), 2, transport=transport), open_store(folder)
+    backend = SerialBackend()
+    groups, store = open_groups(own_rank(), 2, backend=backend), open_store(folder)
     groups.form(open_store(folder), 1)
     handle, device = cast("Any", dist.group.WORLD), torch.device("cpu")
-    depths = [transport.launches.depth]
+    depths = [backend.launches.depth]
     handle._start_coalescing(device)
-    depths.append(transport.launches.depth)
+    depths.append(backend.launches.depth)
     handle._end_coalescing(device).wait()
-    depths.append(transport.launches.depth)
+    depths.append(backend.launches.depth)
     handle._start_coalescing(device)
     meet(store, "both have begun", 2)
     groups.leave()
-    return [*depths, transport.launches.depth]
+    return [*depths, backend.launches.depth]
 
 
 def test_a_batch_is_held_until_it_has_begun(tmp_path: Path) -> None:
@@ -370,10 +370,10 @@ def fail_in_calls(folder: str) -> tuple[list[str], list[int], int]:
 
     Returns:
         The outcome of each call, how often each call has dropped calls, and how often
-        the transport is held after all calls.
+        the backend is held after all calls.
     """
-    transport = SerialTransport()
-    groups = open_groups(own_rank(), 2, transport=transport)
+    backend = SerialBackend()
+    groups = open_groups(own_rank(), 2, backend=backend)
     groups.form(open_store(folder), 1)
     (inside,) = groups.insides
 
@@ -392,11 +392,11 @@ def fail_in_calls(folder: str) -> tuple[list[str], list[int], int]:
     ]
     outcomes, dropped = [], []
     for call in calls:
-        before = transport.num_discarded
+        before = backend.num_discarded
         outcomes.append(outcome_of(call))
-        dropped.append(transport.num_discarded - before)
+        dropped.append(backend.num_discarded - before)
     meet(open_store(folder), "both have failed", 2)
-    return outcomes, dropped, transport.launches.depth
+    return outcomes, dropped, backend.launches.depth
 
 
 def test_a_call_that_fails_leaves_no_others_behind(tmp_path: Path) -> None:
@@ -406,10 +406,10 @@ def test_a_call_that_fails_leaves_no_others_behind(tmp_path: Path) -> None:
     )
 
 
-class LaunchingTransport(HeldTransport):
-    """A device's transport whose points the test lets the device reach.
+class LaunchingBackend(HeldBackend):
+    """A device's backend whose points the test lets the device reach.
 
-    The transport counts how often the host waits for the device.
+    The backend counts how often the host waits for the device.
     """
 
     def __init__(self) -> None:
@@ -458,19 +458,19 @@ def block_in_an_event(
         host has gone on, and after `leave`, when a last operation has not ended; then
         the age of the last progress as the first wait has ended, in seconds.
     """
-    page, transport = StatusPage(Path(folder) / "page"), LaunchingTransport()
+    page, backend = StatusPage(Path(folder) / "page"), LaunchingBackend()
     page.reset()
-    groups = ElasticGroups(transport, PATIENT, page.wait, page.wait_on_device)
+    groups = ElasticGroups(backend, PATIENT, page.wait, page.wait_on_device)
     groups.register()
-    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=2)
+    dist.init_process_group(ELASTIC, store=dist.HashStore(), rank=0, world_size=2)
     groups.form(dist.HashStore(), 1)
     seen = [page.waiting]
     reduce()
     # blocks as `.item()` does
-    host = threading.Thread(target=transport.points[-1].reached.wait)
+    host = threading.Thread(target=backend.points[-1].reached.wait)
     host.start()
     seen.append(wait_until(lambda: page.waiting))
-    transport.points[-1].reached.set()
+    backend.points[-1].reached.set()
     host.join()
     wait_until(lambda: not page.waiting)
     age_s = time.monotonic() - page.progress_s
@@ -520,7 +520,7 @@ class CutOffGroup:
         return Launched()
 
 
-class CutOffTransport(GlooBackend):
+class CutOffBackend(GlooBackend):
     """gloo whose operations complete when they are cut off, as NCCL's do."""
 
     def __init__(self) -> None:
@@ -581,7 +581,7 @@ def decide_after_an_abort(folder: str, left: str) -> tuple[list[str], list[str]]
 
     The generation of this rank has not ended yet at the abort.
     """
-    groups = open_groups(own_rank(), NUM_RANKS, transport=CutOffTransport())
+    groups = open_groups(own_rank(), NUM_RANKS, backend=CutOffBackend())
     groups.form(open_store(folder), 1)
     before = decide()
     for inside in groups.insides:
@@ -604,7 +604,7 @@ def decide_in_a_next_generation(folder: str) -> list[str]:
     The decision's sum is cut off there, and completes with the last sum of the first
     generation, which is still in memory.
     """
-    groups = open_groups(own_rank(), 2, transport=CutOffTransport())
+    groups = open_groups(own_rank(), 2, backend=CutOffBackend())
     groups.form(open_store(folder), 1)
     TorchRanks().barrier()
     (inside,) = groups.insides
@@ -656,7 +656,7 @@ def decide_without_the_store(folder: str) -> tuple[bool, int]:
         2,
         connect=lambda folder: CountedStore(open_store(folder), traffic),
         watched=open_store(folder),
-        transport=CutOffTransport(),
+        backend=CutOffBackend(),
     )
     membership.join()
     TorchRanks().barrier()  # gloo reads addresses on first use
@@ -671,8 +671,8 @@ def test_no_decision_asks_the_store(tmp_path: Path) -> None:
     assert run_ranks(2, decide_without_the_store, str(tmp_path)) == [(True, 0)] * 2
 
 
-class BusyTransport(LaunchingTransport):
-    """A device's transport; the generation ends while the host waits for the device."""
+class BusyBackend(LaunchingBackend):
+    """A device's backend; the generation ends while the host waits for the device."""
 
     groups: ElasticGroups
 
@@ -682,8 +682,8 @@ class BusyTransport(LaunchingTransport):
 
 def confirm_what_is_cut() -> tuple[str, int]:
     """Return a confirmation's outcome during a cut, and how many sums have begun."""
-    transport = BusyTransport()
-    transport.groups = groups = open_groups(0, 2, transport=transport)
+    backend = BusyBackend()
+    backend.groups = groups = open_groups(0, 2, backend=backend)
     groups.form(dist.HashStore(), 1)
     return outcome_of(TorchRanks().confirm), groups.insides[0].num_begun
 
@@ -693,8 +693,8 @@ def test_a_rank_adds_its_summand_only_while_its_generation_lasts() -> None:
     assert run_ranks(1, confirm_what_is_cut) == [("PeersLostError", 0)]
 
 
-class OrderedTransport(LaunchingTransport):
-    """A device's transport that records the number of sums begun at each wait."""
+class OrderedBackend(LaunchingBackend):
+    """A device's backend that records the number of sums begun at each wait."""
 
     groups: ElasticGroups
 
@@ -708,11 +708,11 @@ class OrderedTransport(LaunchingTransport):
 
 def confirm_in_order() -> list[int]:
     """Return the number of sums begun at each of the host's waits for the device."""
-    transport = OrderedTransport()
-    transport.groups = groups = open_groups(0, 2, transport=transport)
+    backend = OrderedBackend()
+    backend.groups = groups = open_groups(0, 2, backend=backend)
     groups.form(dist.HashStore(), 1)
     outcome_of(TorchRanks().confirm)
-    return transport.begun_at_waits
+    return backend.begun_at_waits
 
 
 def test_a_rank_adds_its_summand_after_its_device_has_finished() -> None:
@@ -731,8 +731,8 @@ class CutAtEntry(contextlib.AbstractContextManager[None]):
     def __exit__(self, *_: object) -> None: ...
 
 
-class CuttingTransport(LaunchingTransport):
-    """A transport whose generation ends as a thread is about to begin an operation."""
+class CuttingBackend(LaunchingBackend):
+    """A backend whose generation ends as a thread is about to begin an operation."""
 
     groups: ElasticGroups
 
@@ -742,8 +742,8 @@ class CuttingTransport(LaunchingTransport):
 
 def begin_as_the_generation_ends() -> tuple[str, int]:
     """Return an operation's outcome during a cut, and how many sums have begun."""
-    transport = CuttingTransport()
-    transport.groups = groups = open_groups(0, 2, transport=transport)
+    backend = CuttingBackend()
+    backend.groups = groups = open_groups(0, 2, backend=backend)
     groups.form(dist.HashStore(), 1)
     return outcome_of(reduce_now), groups.insides[0].num_begun
 
@@ -752,8 +752,8 @@ def test_no_operation_begins_once_its_group_may_be_aborted() -> None:
     assert run_ranks(1, begin_as_the_generation_ends) == [("PeersLostError", 0)]
 
 
-class FailingTransport(LaunchingTransport):
-    """A device's transport whose network has failed, though all ranks live."""
+class FailingBackend(LaunchingBackend):
+    """A device's backend whose network has failed, though all ranks live."""
 
     def failure(self) -> str | None:
         return "NCCL reports COMM_ERROR"
@@ -763,7 +763,7 @@ def block_on_a_failed_network(folder: str) -> str:
     """Return why the generation ended before the device had reached a point."""
     generations = Generations(open_store(folder))
     generations.claim(own_rank(), 0)
-    membership = open_membership(folder, own_rank(), 2, transport=FailingTransport())
+    membership = open_membership(folder, own_rank(), 2, backend=FailingBackend())
     generation = membership.join()
     meet(open_store(folder), "both have joined", 2)
     reduce_now()
@@ -785,22 +785,22 @@ def count_waits_of_the_host() -> list[int]:
     Returns:
         The counts after two sums, and after a barrier that follows.
     """
-    transport = LaunchingTransport()
-    groups = open_groups(0, 2, transport=transport)
+    backend = LaunchingBackend()
+    groups = open_groups(0, 2, backend=backend)
     groups.form(dist.HashStore(), 1)
     reduce_now()
     reduce_and_wait()
-    counts = [transport.num_waits_of_host]
+    counts = [backend.num_waits_of_host]
     dist.barrier()
-    return [*counts, transport.num_waits_of_host]
+    return [*counts, backend.num_waits_of_host]
 
 
 def test_a_host_waits_for_its_device_in_a_barrier_alone() -> None:
     assert run_ranks(1, count_waits_of_the_host) == [[0, 1]]
 
 
-class DeviceTransport(HeldTransport):
-    """A device's transport that opens a pair of sockets for each group.
+class DeviceBackend(HeldBackend):
+    """A device's backend that opens a pair of sockets for each group.
 
     NCCL's bootstrap opens sockets, too. `open_socket` opens another pair.
     """
@@ -831,14 +831,14 @@ class DeviceTransport(HeldTransport):
         self.worked_at_the_cut += [passes(pair) for pair in self.sockets]
 
 
-class HostTransport(GlooBackend):
-    """The host's transport, beside a device's transport.
+class HostBackend(GlooBackend):
+    """The host's backend, beside a device's backend.
 
     While a group of the host is formed, the device opens another pair of sockets, if
     the device's groups were formed first.
     """
 
-    def __init__(self, device: DeviceTransport) -> None:
+    def __init__(self, device: DeviceBackend) -> None:
         super().__init__()
         self._beside = device
 
@@ -858,22 +858,22 @@ class HostTransport(GlooBackend):
 
 def cut_beside_a_device(folder: str) -> tuple[list[bool], list[bool]]:
     """Return whether a device's sockets work at its own cut, and after all cuts."""
-    transport = DeviceTransport()
-    process_groups.GlooBackend = partial(HostTransport, transport)  # type: ignore[misc]
-    groups = open_groups(own_rank(), 2, transport=transport, world=CPU_BACKEND)
-    dist.new_group([0, 1], backend=BACKEND)
+    backend = DeviceBackend()
+    process_groups.GlooBackend = partial(HostBackend, backend)  # type: ignore[misc]
+    groups = open_groups(own_rank(), 2, backend=backend, world=ELASTIC_CPU)
+    dist.new_group([0, 1], backend=ELASTIC)
     groups.form(open_store(folder), 1)
     meet(open_store(folder), "both have formed", 2)
     groups.cut()
-    return transport.worked_at_the_cut, [passes(pair) for pair in transport.sockets]
+    return backend.worked_at_the_cut, [passes(pair) for pair in backend.sockets]
 
 
 def test_a_cut_leaves_a_devices_sockets_to_its_abort(tmp_path: Path) -> None:
     assert run_ranks(2, cut_beside_a_device, str(tmp_path)) == [([True], [True])] * 2
 
 
-class HangingTransport(DeviceTransport):
-    """A device's transport whose aborts never end."""
+class HangingBackend(DeviceBackend):
+    """A device's backend whose aborts never end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -885,7 +885,7 @@ class HangingTransport(DeviceTransport):
 
 def leave_a_device_that_hangs() -> str:
     timeouts = GroupTimeouts(form_s=WAIT_S, operation_s=WAIT_S, abort_s=0.1)
-    ElasticGroups(HangingTransport(), timeouts, lambda waiting: None).leave()
+    ElasticGroups(HangingBackend(), timeouts, lambda waiting: None).leave()
     return "it went on"
 
 

@@ -22,7 +22,7 @@ from moe_ckpt.elastic.failures import (
     take_failure,
     write_failure,
 )
-from moe_ckpt.elastic.torchrun import Launch
+from moe_ckpt.elastic.torchrun_variables import Launch
 from moe_ckpt.elastic_worker import Worker
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.job_config import JobConfig

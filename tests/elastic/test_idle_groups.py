@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ckpt.elastic.idle_groups import agree_to_keep
-from moe_ckpt.elastic.process_groups import CPU_BACKEND, ElasticGroups
+from moe_ckpt.elastic.process_groups import ELASTIC_CPU, ElasticGroups
 from moe_ckpt.elastic.supervisor import run_and_exit
 from moe_ckpt.linux import duplicate_socket, own_files
 from tests.harness.gloo.collectives import outcome_of
@@ -154,8 +154,8 @@ class Rank:
 
     def __init__(self, folder: str) -> None:
         self.number = own_rank()
-        self.groups = open_groups(self.number, 4, world=CPU_BACKEND)
-        halves = [dist.new_group(ranks, backend=CPU_BACKEND) for ranks in (EARLY, LATE)]
+        self.groups = open_groups(self.number, 4, world=ELASTIC_CPU)
+        halves = [dist.new_group(ranks, backend=ELASTIC_CPU) for ranks in (EARLY, LATE)]
         self.half = halves[self.number // 2]
         self.folder, self.store = folder, open_store(folder)
 
@@ -292,7 +292,7 @@ def go_on_after(
         The number of groups that the second generation has kept, and the outcomes of a
         sum in each generation.
     """
-    groups, store = open_groups(own_rank(), 2, world=CPU_BACKEND), open_store(folder)
+    groups, store = open_groups(own_rank(), 2, world=ELASTIC_CPU), open_store(folder)
     groups.form(open_store(folder), 1)
     sums = [outcome_of(sum_of_two)]
     act(groups)
@@ -331,7 +331,7 @@ def cut_a_kept_group(folder: str) -> tuple[int, int, float]:
         The number of groups that generations 2 and 3 have kept, and a sum in generation
         3.
     """
-    groups, store = open_groups(own_rank(), 2, world=CPU_BACKEND), open_store(folder)
+    groups, store = open_groups(own_rank(), 2, world=ELASTIC_CPU), open_store(folder)
     groups.form(open_store(folder), 1)
     groups.leave()
     groups.form(open_store(folder), 2)
@@ -356,7 +356,7 @@ def end_before_all_have_voted(folder: str) -> tuple[str, int, float]:
         The outcome of the forming that was cut, the number of groups that the next
         generation has kept, and a sum in that generation.
     """
-    groups, store = open_groups(own_rank(), 2, world=CPU_BACKEND), open_store(folder)
+    groups, store = open_groups(own_rank(), 2, world=ELASTIC_CPU), open_store(folder)
     groups.form(open_store(folder), 1)
     sum_of_two()
     meet(store, "both have the sum", 2)
@@ -400,7 +400,7 @@ def keep_a_group(folder: str) -> tuple[list[int], tuple[int, int], tuple[int, in
         The number of kept groups of each generation; then the numbers of open files and
         of threads, in generation 2 and at the end.
     """
-    groups, store = open_groups(own_rank(), 2, world=CPU_BACKEND), open_store(folder)
+    groups, store = open_groups(own_rank(), 2, world=ELASTIC_CPU), open_store(folder)
     client, kept, first = open_store(folder), [], (0, 0)
     for generation in range(1, 1 + NUM_GENERATIONS):
         groups.form(client, generation)

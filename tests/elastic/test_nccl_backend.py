@@ -24,8 +24,8 @@ import torch.distributed as dist
 from moe_ckpt.elastic import nccl_backend
 from moe_ckpt.elastic.nccl_backend import NcclBackend
 from moe_ckpt.errors import ConfigError, PeersLostError
+from tests.harness.gloo.backends import passes
 from tests.harness.gloo.ranks import RankFailedError, run_ranks
-from tests.harness.gloo.transports import passes
 from tests.harness.gloo.workers import wait_until
 from tests.waits import WAIT_S
 

@@ -28,8 +28,8 @@ from launcher.proc import stands_still
 from moe_ckpt.collectives import TorchRanks
 from moe_ckpt.elastic.backends import GlooBackend
 from moe_ckpt.elastic.process_groups import (
-    BACKEND,
-    CPU_BACKEND,
+    ELASTIC,
+    ELASTIC_CPU,
     ElasticGroup,
     ElasticGroups,
     Guards,
@@ -38,6 +38,7 @@ from moe_ckpt.elastic.process_groups import (
 from moe_ckpt.elastic.supervisor import run_and_exit
 from moe_ckpt.errors import PeersLostError
 from moe_ckpt.linux import own_files
+from tests.harness.gloo.backends import HeldBackend
 from tests.harness.gloo.collectives import (
     COLLECTIVES,
     all_reduce,
@@ -49,7 +50,6 @@ from tests.harness.gloo.collectives import (
     with_plain_gloo,
 )
 from tests.harness.gloo.ranks import rank_store, run_ranks
-from tests.harness.gloo.transports import HeldTransport
 from tests.harness.gloo.workers import (
     PATIENT,
     count_held,
@@ -64,14 +64,14 @@ from tests.waits import WAIT_S
 
 
 def late() -> GlooBackend:
-    """Return a transport whose ranks connect on first use, in groups of any size."""
+    """Return a backend whose ranks connect on first use, in groups of any size."""
     return GlooBackend(most_connected=1)
 
 
 def late_over_generations(
     folder: str, generations: Sequence[int]
 ) -> list[dict[str, Any]]:
-    return over_generations(folder, CPU_BACKEND, generations, late())
+    return over_generations(folder, ELASTIC_CPU, generations, late())
 
 
 def test_one_handle_computes_the_same_as_gloo_in_every_generation(
@@ -82,7 +82,7 @@ def test_one_handle_computes_the_same_as_gloo_in_every_generation(
     together, later = tmp_path / "together", tmp_path / "later"
     for folder in (together, later):
         folder.mkdir()
-    assert run_ranks(3, over_generations, str(together), CPU_BACKEND, (1, 2, 5)) == [
+    assert run_ranks(3, over_generations, str(together), ELASTIC_CPU, (1, 2, 5)) == [
         [want] * 3 for want in wanted
     ]
     assert run_ranks(3, late_over_generations, str(later), (1, 2)) == [
@@ -105,7 +105,7 @@ def use_groups_after_a_leave(folder: str) -> tuple[set[str], set[str], bool, boo
     gc.collect()
     sockets = open_sockets()
     groups = open_groups(own_rank(), 3)
-    group_ranks = make_groups(CPU_BACKEND)
+    group_ranks = make_groups(ELASTIC_CPU)
     store = open_store(folder)
     groups.form(store, 1)
     call_all(group_ranks)
@@ -260,7 +260,7 @@ class LateWork:
 NUM_SLICES = 3
 
 
-class LateTransport(GlooBackend):
+class LateBackend(GlooBackend):
     """gloo whose operations wait for a late peer.
 
     Attributes:
@@ -290,15 +290,15 @@ class LateTransport(GlooBackend):
 
 
 class LateGroup:
-    """A group of a LateTransport."""
+    """A group of a LateBackend."""
 
-    def __init__(self, group: Any, transport: LateTransport) -> None:
+    def __init__(self, group: Any, backend: LateBackend) -> None:
         self._group = group
-        self._transport = transport
+        self._backend = backend
 
     def __getattr__(self, name: str) -> Any:
         begin = getattr(self._group, name)
-        late = self._transport
+        late = self._backend
         if late.begin_on_peer is None or name.startswith("_get"):
             return begin
         begin_on_peer = late.begin_on_peer
@@ -318,25 +318,25 @@ def call_with_a_late_peer(folder: str) -> dict[str, tuple[Any, bool]]:
         The result of each collective, and whether waits for the collective have timed
         out several times.
     """
-    transport = LateTransport()
-    groups, store = open_groups(own_rank(), 2, transport=transport), open_store(folder)
+    backend = LateBackend()
+    groups, store = open_groups(own_rank(), 2, backend=backend), open_store(folder)
     groups.form(open_store(folder), 1)
     found = {}
     for call in COLLECTIVES:
         name = call.__name__
         is_first = own_rank() == (name in ENDS_AT_THE_LAST)
-        transport.timeouts.clear()
-        transport.begin_on_peer = (
+        backend.timeouts.clear()
+        backend.begin_on_peer = (
             partial(store.set, f"{name}/begin", "") if is_first else None
         )
         if not is_first:
             store.wait([f"{name}/begin"], timedelta(seconds=WAIT_S))
         result = plain(call(dist.group.WORLD, [0, 1]))
-        found[name] = (result, len(transport.timeouts) >= NUM_SLICES)
-        if transport.begin_on_peer is not None:
+        found[name] = (result, len(backend.timeouts) >= NUM_SLICES)
+        if backend.begin_on_peer is not None:
             # an operation that needs no peer has ended without this call
-            transport.begin_on_peer()
-        transport.begin_on_peer = None
+            backend.begin_on_peer()
+        backend.begin_on_peer = None
         meet(store, f"{name}/end", 2)
     return found
 
@@ -416,7 +416,7 @@ def form_without_the_last(folder: str) -> tuple[str, Any]:
         generation.
     """
     groups = open_groups(own_rank(), 3, form_s=1.5)
-    make_groups(CPU_BACKEND)
+    make_groups(ELASTIC_CPU)
     store, outcome = open_store(folder), "did not come"
     if own_rank() != 2:
         outcome = outcome_of(lambda: groups.form(open_store(folder), 1))
@@ -466,7 +466,7 @@ def outlive_a_peer_that_has_not_connected(
         os.wait()
         store.set("has died", "")
     groups = open_groups(
-        own_rank(), 2, on_wait=lambda waits: waits and waiting.set(), transport=late()
+        own_rank(), 2, on_wait=lambda waits: waits and waiting.set(), backend=late()
     )
     if dies:
         groups.form(open_store(folder), 1)
@@ -522,7 +522,7 @@ def receive_from_an_idle_peer(folder: str) -> list[str]:
     """
     waiting, outcomes = threading.Event(), []
     groups = open_groups(
-        own_rank(), 2, on_wait=lambda waits: waits and waiting.set(), transport=late()
+        own_rank(), 2, on_wait=lambda waits: waits and waiting.set(), backend=late()
     )
     store = open_store(folder)
     for generation in range(1, 1 + NUM_ROLES):
@@ -557,7 +557,7 @@ def wait_for_a_peer_that_cuts(folder: str) -> str:
     Returns:
         The outcome of the barrier; `cut` on rank 1.
     """
-    groups, store = open_groups(own_rank(), 2, transport=late()), open_store(folder)
+    groups, store = open_groups(own_rank(), 2, backend=late()), open_store(folder)
     groups.form(open_store(folder), 1)
     dist.all_reduce(torch.ones(1))  # connects
     meet(store, "both are connected", 2)
@@ -599,7 +599,7 @@ def outlive_peers(folder: str) -> list[tuple[int, int]]:
         return []
     # gloo keeps operations that it never completes for `operation_s`
     groups = open_groups(0, 2, operation_s=5.0)
-    dist.new_group([0, 1], backend=CPU_BACKEND)
+    dist.new_group([0, 1], backend=ELASTIC_CPU)
     client, store, counts = open_store(folder), open_store(folder), []
     for generation in range(1, 1 + NUM_DEATHS):
         groups.form(client, generation)
@@ -624,7 +624,7 @@ def outlive_peers(folder: str) -> list[tuple[int, int]]:
 
 def train_as_peer(folder: str, generation: int) -> int:
     groups = open_groups(1, 2)
-    dist.new_group([0, 1], backend=CPU_BACKEND)
+    dist.new_group([0, 1], backend=ELASTIC_CPU)
     groups.form(open_store(folder), generation)
     open_store(folder).set(f"{generation}/pid", str(os.getpid()))
     while True:
@@ -689,7 +689,7 @@ def wait_in_two_threads(folder: str) -> tuple[set[int], bool, int]:
         2,
         on_wait=lambda waiting: told.append((threading.get_ident(), waiting)),
     )
-    other: Any = dist.new_group([0, 1], backend=CPU_BACKEND)
+    other: Any = dist.new_group([0, 1], backend=ELASTIC_CPU)
     store = open_store(folder)
 
     def go_on() -> None:
@@ -740,7 +740,7 @@ def test_a_wait_in_the_backward_of_a_device_is_told(tmp_path: Path) -> None:
     assert run_ranks(2, wait_in_backward, str(tmp_path)) == [[True, False]] * 2
 
 
-class CountingTransport(GlooBackend):
+class CountingBackend(GlooBackend):
     """gloo that counts the groups that were made."""
 
     def __init__(self) -> None:
@@ -770,11 +770,11 @@ def form_megatrons_groups(folder: str) -> tuple[int, int, list[float]]:
         The number of groups with more than one rank, the number of inner groups made,
         and the two sums.
     """
-    transport = CountingTransport()
-    groups = ElasticGroups(transport, PATIENT, lambda waiting: None)
+    backend = CountingBackend()
+    groups = ElasticGroups(backend, PATIENT, lambda waiting: None)
     groups.register()
     dist.init_process_group(
-        BACKEND, store=dist.HashStore(), rank=own_rank(), world_size=4
+        ELASTIC, store=dist.HashStore(), rank=own_rank(), world_size=4
     )
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=2,
@@ -803,7 +803,7 @@ def form_megatrons_groups(folder: str) -> tuple[int, int, list[float]]:
         groups.leave()
     handles = dist.distributed_c10d._world.pg_map
     shared = [handle for handle in handles if handle.size() > 1]
-    return len(shared), transport.num_made, [total.item() for total in totals]
+    return len(shared), backend.num_made, [total.item() for total in totals]
 
 
 def test_groups_of_the_same_members_share_one_inner_group(tmp_path: Path) -> None:
@@ -822,26 +822,26 @@ def form_beside_threads_that_are_late() -> tuple[str, set[int], int]:
         The outcome of the first forming, the numbers of groups that its threads have
         made, and the number of groups in the next generation.
     """
-    transport = HeldTransport()
+    backend = HeldBackend()
     limits: Any = SimpleNamespace(form_s=0.02, operation_s=WAIT_S, abort_s=WAIT_S)
-    groups = ElasticGroups(transport, limits, lambda waiting: None)
+    groups = ElasticGroups(backend, limits, lambda waiting: None)
     groups.register()
-    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=8)
+    dist.init_process_group(ELASTIC, store=dist.HashStore(), rank=0, world_size=8)
     for other in range(1, 8):
-        dist.new_group([0, other], backend=CPU_BACKEND)
+        dist.new_group([0, other], backend=ELASTIC_CPU)
     outcome = outcome_of(lambda: groups.form(dist.HashStore(), 1))
     groups.leave()
-    late = set(transport.made_by)
+    late = set(backend.made_by)
     limits.form_s = WAIT_S
     next_one = threading.Thread(target=lambda: groups.form(dist.HashStore(), 2))
     next_one.start()
-    wait_until(lambda: len(set(transport.made_by)) == 2 * len(late))
-    transport.held.set()
+    wait_until(lambda: len(set(backend.made_by)) == 2 * len(late))
+    backend.held.set()
     for thread in (*late, next_one):
         thread.join(WAIT_S)
     return (
         outcome,
-        {transport.made_by.count(thread) for thread in late},
+        {backend.made_by.count(thread) for thread in late},
         len(groups.insides),
     )
 
@@ -853,10 +853,10 @@ def test_a_thread_that_is_late_in_forming_ends_with_its_generation() -> None:
 
 
 def form_while_the_generation_ends() -> str:
-    transport = HeldTransport()
-    transport.held.set()
-    groups = open_groups(0, 2, transport=transport)
-    transport.when_formed = groups.cut
+    backend = HeldBackend()
+    backend.held.set()
+    groups = open_groups(0, 2, backend=backend)
+    backend.when_formed = groups.cut
     return outcome_of(lambda: groups.form(dist.HashStore(), 1))
 
 

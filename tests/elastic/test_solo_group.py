@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_ckpt.elastic.process_groups import CPU_BACKEND
+from moe_ckpt.elastic.process_groups import ELASTIC_CPU
 from moe_ckpt.elastic.solo_group import SoloGroup
 from tests.harness.gloo.collectives import COLLECTIVES, plain
 from tests.harness.gloo.ranks import rank_store, run_ranks
@@ -72,7 +72,7 @@ def one_with_gloo() -> dict[str, Any]:
 def one_over_a_generation(folder: str) -> list[dict[str, Any]]:
     """Return the results of a group of one rank before, in and after a generation."""
     groups = open_groups(0, 1)
-    group = dist.new_group([0], backend=CPU_BACKEND)
+    group = dist.new_group([0], backend=ELASTIC_CPU)
     results = [use(group, [0], sends=False)]
     groups.form(open_store(folder), 1)
     results.append(use(group, [0], sends=False))

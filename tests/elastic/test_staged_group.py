@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ckpt.config import STAGED
-from moe_ckpt.elastic.process_groups import BACKEND
+from moe_ckpt.elastic.process_groups import ELASTIC
 from moe_ckpt.elastic.staged import register_staged, staged_backend
 from tests.harness.gloo.collectives import (
     call_all,
@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 def staged_over_generations(folder: str, device: str) -> list[dict[str, Any]]:
     torch.set_default_device(device)
     return over_generations(
-        folder, BACKEND, (1, 2), staged_backend(torch.device(device))
+        folder, ELASTIC, (1, 2), staged_backend(torch.device(device))
     )
 
 
@@ -97,7 +97,7 @@ def wait_after_a_leave(
         The first operation's tensor before and after the wait, the outcome of the
         second wait, and the second operation's tensor.
     """
-    groups = open_groups(own_rank(), 2, transport=staged_backend(CPU))
+    groups = open_groups(own_rank(), 2, backend=staged_backend(CPU))
     groups.form(open_store(folder), 1)
     in_time, late = ones(2), ones(2)
     begun: list[Any] = [

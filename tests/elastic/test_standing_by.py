@@ -25,7 +25,7 @@ from moe_ckpt.elastic.machine_watcher import WatcherProcess
 from moe_ckpt.elastic.machines import MachineBoard
 from moe_ckpt.elastic.shared_memory import begin_rank, open_memory_root
 from moe_ckpt.elastic.standing_by import OwnMachine
-from moe_ckpt.elastic.torchrun import Launch
+from moe_ckpt.elastic.torchrun_variables import Launch
 from moe_ckpt.errors import StoreLostError
 from moe_ckpt.linux import is_stopped
 from tests.harness.gloo.processes import Child, Watch

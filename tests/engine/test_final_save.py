@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from moe_ckpt import run_elastic
 from moe_ckpt.elastic import job_store
-from moe_ckpt.elastic.torchrun import Launch
+from moe_ckpt.elastic.torchrun_variables import Launch
 from moe_ckpt.errors import CheckpointLoadError, CheckpointSaveError
 from moe_ckpt.events import LastSaveDone, read_events
 from moe_ckpt.replication.client import DaemonClient

@@ -13,7 +13,7 @@ import pytest
 
 from launcher import entry
 from launcher.config import compose_settings
-from moe_ckpt.elastic.torchrun import Launch
+from moe_ckpt.elastic.torchrun_variables import Launch
 from moe_ckpt.run_folder import RunFolder
 from moe_ckpt.supervised_rank import SupervisedRank
 from tests.harness.threads.job import TICKET

@@ -27,7 +27,7 @@ from moe_ckpt.elastic.job_store import (
     use_hosted_store,
 )
 from moe_ckpt.elastic.supervisor import start_beside
-from moe_ckpt.elastic.torchrun import Launch
+from moe_ckpt.elastic.torchrun_variables import Launch
 from tests.elastic.etcd_server import EtcdServer
 from tests.harness.gloo.ranks import run_ranks
 from tests.launcher.errors import error_of

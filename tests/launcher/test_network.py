@@ -13,7 +13,7 @@ from moe_ckpt.elastic.network import (
     own_host,
     route_to,
 )
-from moe_ckpt.elastic.torchrun import Launch
+from moe_ckpt.elastic.torchrun_variables import Launch
 from tests.launcher.errors import error_of
 
 _TABLE = Path("/proc/net/if_inet6")

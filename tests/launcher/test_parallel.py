@@ -15,7 +15,7 @@ import tests.preload  # noqa: F401 - imports Megatron without its warnings
 from launcher.config import AUTO, ParallelConfig, Settings, compose_settings
 from launcher.layout import check_fit, check_supervised, fit_layout
 from launcher.train import choose_warnings
-from moe_ckpt.elastic.torchrun import Launch, read_launch
+from moe_ckpt.elastic.torchrun_variables import Launch, read_launch
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.types import ParallelLayout
 from tests.launcher.errors import error_of

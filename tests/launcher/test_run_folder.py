@@ -19,7 +19,7 @@ import torch.distributed as dist
 from launcher.config import compose_settings
 from launcher.entry import start
 from moe_ckpt.elastic.job_store import part_of
-from moe_ckpt.elastic.torchrun import read_launch
+from moe_ckpt.elastic.torchrun_variables import read_launch
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.linux import boot_id, pid_namespace, start_ticks
 from moe_ckpt.run_folder import JOB, find_run_folder, open_run_folder

@@ -20,7 +20,7 @@ from launcher.loop import StagePasses
 from launcher.model import build_training
 from launcher.parameters import padded_vocab_size
 from launcher.run import form_groups, use_cpu
-from moe_ckpt.elastic.torchrun import read_launch
+from moe_ckpt.elastic.torchrun_variables import read_launch
 from moe_ckpt.events import IterationCommitted
 from moe_ckpt.loop import TrainingIteration, choose_device
 from moe_ckpt.megatron.operators import RankOperators

@@ -13,7 +13,7 @@ Entry points:
     processes: `Child`, a process that exchanges messages with the test; `Watch`.
     workers: `open_groups` and `open_membership`, the elastic side of a worker.
     collectives: `COLLECTIVES`, all calls of Megatron on a process group.
-    transports: `HeldTransport`, a transport that a test holds back.
+    backends: `HeldBackend`, a backend that a test holds back.
 
 Example:
     def _sum() -> float:

@@ -239,11 +239,11 @@ def call_all(group_ranks: list[tuple[Any, list[int]]]) -> dict[str, Any]:
     }
 
 
-def make_groups(backend: str) -> list[tuple[Any, list[int]]]:
+def make_groups(name: str) -> list[tuple[Any, list[int]]]:
     members = [[0, 2], [1, 2], [0, 1, 2]]
     return [
         (dist.group.WORLD, [0, 1, 2]),
-        *((dist.new_group(ranks, backend=backend), ranks) for ranks in members),
+        *((dist.new_group(ranks, backend=name), ranks) for ranks in members),
     ]
 
 
@@ -253,14 +253,14 @@ def with_plain_gloo() -> dict[str, Any]:
 
 
 def over_generations(
-    folder: str, backend: str, generations: Sequence[int], transport: Any = None
+    folder: str, name: str, generations: Sequence[int], backend: Any = None
 ) -> list[dict[str, Any]]:
     """Return this rank's results of each collective, for each generation.
 
     The world has three ranks.
     """
-    groups = open_groups(own_rank(), 3, transport=transport)
-    group_ranks, store = make_groups(backend), open_store(folder)
+    groups = open_groups(own_rank(), 3, backend=backend)
+    group_ranks, store = make_groups(name), open_store(folder)
     results = []
     for generation in generations:
         groups.form(open_store(folder), generation)

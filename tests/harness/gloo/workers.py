@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from moe_ckpt.elastic.backends import GlooBackend
 from moe_ckpt.elastic.generations import Member, Membership
-from moe_ckpt.elastic.process_groups import BACKEND, ElasticGroups, GroupTimeouts
+from moe_ckpt.elastic.process_groups import ELASTIC, ElasticGroups, GroupTimeouts
 from moe_ckpt.elastic.status_page import StatusPage
 from tests.waits import WAIT_S
 
@@ -51,8 +51,8 @@ def open_groups(
     form_s: float = WAIT_S,
     operation_s: float = WAIT_S,
     on_wait: Callable[..., None] = lambda waiting: None,
-    transport: Any = None,
-    world: str = BACKEND,
+    backend: Any = None,
+    world: str = ELASTIC,
 ) -> ElasticGroups:
     """Make the world a group that outlives generations.
 
@@ -65,11 +65,11 @@ def open_groups(
         operation_s: The time limit of one operation, in seconds.
         on_wait: Called with True as a wait for other ranks begins, and with False as it
             ends.
-        transport: The transport of the groups; None: gloo.
+        backend: The backend of the groups; None: gloo.
         world: The name of the world's backend.
     """
     timeouts = GroupTimeouts(form_s=form_s, operation_s=operation_s, abort_s=WAIT_S)
-    groups = ElasticGroups(transport or GlooBackend(), timeouts, on_wait)
+    groups = ElasticGroups(backend or GlooBackend(), timeouts, on_wait)
     groups.register()
     dist.init_process_group(
         world, store=dist.HashStore(), rank=global_rank, world_size=world_size
@@ -87,7 +87,7 @@ def open_membership(
     grace_s: float = GRACE_S,
     connect: Callable[[str], dist.Store] = open_store,
     watched: dist.Store | None = None,
-    transport: Any = None,
+    backend: Any = None,
 ) -> Membership:
     """Make this process an incarnation of a rank.
 
@@ -101,12 +101,10 @@ def open_membership(
         connect: Opens a connection to the store in a folder.
         watched: The connection of the thread that watches a generation; None: another
             one from `connect`.
-        transport: The transport of the groups; None: gloo.
+        backend: The backend of the groups; None: gloo.
     """
     page = StatusPage(Path(folder) / f"page{global_rank}")
-    groups = open_groups(
-        global_rank, world_size, on_wait=page.wait, transport=transport
-    )
+    groups = open_groups(global_rank, world_size, on_wait=page.wait, backend=backend)
     member = Member(
         global_rank=global_rank, world_size=world_size, incarnation=incarnation
     )

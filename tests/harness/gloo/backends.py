@@ -1,4 +1,4 @@
-"""Transports of groups that tests hold or count, or that stand in for a device's."""
+"""Backends of groups that tests hold or count, or that stand in for a device's."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def passes(ends: tuple[socket.socket, socket.socket]) -> bool:
         return False
 
 
-class HeldTransport:
-    """A transport that opens nothing, and makes its groups once `held` is set.
+class HeldBackend:
+    """A backend that opens nothing, and makes its groups once `held` is set.
 
     Attributes:
         held: Set by the test to let `make` return.

@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import (
     ProcessFailure,
 )
 
-from moe_ckpt.elastic.torchrun import (
+from moe_ckpt.elastic.torchrun_variables import (
     Launch,
     export_launch,
     read_launch,
@@ -78,7 +78,7 @@ def test_a_variable_of_the_user_is_told_from_one_of_torchrun(
     keeps as of the start of that process.
     """
     child = (
-        "import moe_ckpt.elastic.torchrun as t;"
+        "import moe_ckpt.elastic.torchrun_variables as t;"
         " print(t.is_set_by_user('OMP_NUM_THREADS', '1'))"
     )
     agent = (
