@@ -7,6 +7,10 @@ store or withdraw blobs, or know what a key means.
 
     in STOPPED   `add`: noted as changed   `drop`: noted as withdrawn
     in COPYING   `add`: sent to peers      `drop`: deleted on peers
+
+Blobs from before `begin` that a peer lacks are sent one by one, while no other copy is
+under way. Training waits for new blobs, and would wait for all the earlier ones that
+were sent first: after the loss of a node, for whole windows.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTimeError
 from enum import Enum, auto
+from functools import partial
 from threading import RLock
 from typing import Any, Protocol
 
@@ -100,6 +105,9 @@ class CopyLedger:
         self._copies: dict[str, Future[Any]] = {}
         # keys of this rank's blobs when copying last began
         self._begun: frozenset[str] = frozenset()
+        # copies of such blobs that are not requested yet, in the order of requests
+        self._waiting: dict[str, Future[Any]] = {}
+        self._is_sending_waiting = False
         # keys added since copying stopped, or whose copies had not arrived by then:
         # peers may hold other contents under such a key
         self._changed: set[str] = set()
@@ -120,7 +128,7 @@ class CopyLedger:
             )
             # peers may still receive copies of stale blobs, too
             self._withdrawn |= self._stale
-            self._copies, self._stale = {}, set()
+            self._copies, self._stale, self._waiting = {}, set(), {}
 
     def begin(
         self,
@@ -129,7 +137,7 @@ class CopyLedger:
         *,
         drop_stale: bool,
     ) -> None:
-        """Copy blobs to peers, now and from now on.
+        """Copy blobs to peers: these while no other copy is under way, and all later ones.
 
         If a copy fails, peers keep all blobs until copying begins again.
 
@@ -151,15 +159,15 @@ class CopyLedger:
             self.has_failed = False
             self._begun = frozenset(keys)
             self._waits.allow()
-            for key in keys:
-                if key not in everywhere:
-                    self.add(key)
+            self._waiting = {key: Future() for key in keys if key not in everywhere}
+            self._copies |= self._waiting
             if drop_stale:
                 # withdrawn keys count as held: a copy may have been on its way when
                 # peers listed their keys
                 self._stale = self._withdrawn.union(*held).difference(keys)
                 self._withdrawn = set()
                 self._drop_stale_later()
+            self._send_waiting()
 
     def add(self, key: str, *, by: str | None = None) -> Future[Any] | None:
         """Start copying a blob, or note that the blob has changed.
@@ -179,8 +187,7 @@ class CopyLedger:
             # not stale any more: after another copy peers would delete the blob that
             # they now receive
             self._stale.discard(key)
-            copy = self._copies[key] = self._peers.copy([by or key])
-            return copy
+            return self._request(key, by or key)
 
     def drop(self, keys: list[str]) -> None:
         """Make peers delete blobs, or note that the blobs are withdrawn.
@@ -194,16 +201,22 @@ class CopyLedger:
                 return
             for key in keys:
                 self._copies.pop(key, None)
+                if waiting := self._waiting.pop(key, None):
+                    waiting.set_result(None)  # nothing is left to send
             self._peers.drop(keys)
 
     def copy_of(self, key: str) -> Future[Any] | None:
         """Return the copy of a blob, which is done if peers had the blob before.
+
+        A blob that waits for other copies is sent now: the caller needs it.
 
         Returns:
             The copy. None if the blob was not added since copying began, was dropped,
             or if copying is stopped.
         """
         with self._lock:
+            if key in self._waiting:
+                self._request(key, key)
             return self._copies.get(key)
 
     def is_under_way(self, keys: Iterable[str]) -> bool:
@@ -235,12 +248,11 @@ class CopyLedger:
         """
         self._require_begun()
         try:
-            copies = [self._copies[key] for key in keys]
+            copies = [self._copy_to_wait_for(key) for key in keys]
             self._waits.wait_for(copies)
             for copy in copies:
                 copy.result(0.0)
-        # KeyError: the folder had no room for a step, so the step was never added
-        except (CheckpointSaveError, NotInTimeError, KeyError) as error:
+        except (CheckpointSaveError, NotInTimeError) as error:
             _log.warning(
                 "not copied, training goes on: %s",
                 str(error) or f"no answer in {self._waits.copy_s:g} s",
@@ -248,6 +260,48 @@ class CopyLedger:
             self.has_failed = True
             return False
         return True
+
+    def _copy_to_wait_for(self, key: str) -> Future[Any]:
+        copy = self.copy_of(key)
+        if copy is None:  # the folder had no room for a step, for example
+            raise CheckpointSaveError(f"blob {key} was not sent")
+        return copy
+
+    def _request(self, key: str, sent: str) -> Future[Any]:
+        """Ask peers for a copy of a blob, which no longer waits."""
+        waiting = self._waiting.pop(key, None)
+        copy = self._copies[key] = self._peers.copy([sent])
+        if waiting:
+            copy.add_done_callback(partial(_end_as, waiting))
+        copy.add_done_callback(self._ended)
+        return copy
+
+    def _ended(self, copy: Future[Any]) -> None:
+        # a failure does not take the lock, whose holder may wait for this thread: the
+        # next copy that arrives sends what waits
+        if not copy.exception():
+            self._send_waiting()
+
+    def _send_waiting(self) -> None:
+        """Send the next blob that waits, unless another copy is under way."""
+        with self._lock:
+            # a copy that ends at once calls this method again, inside the loop
+            if self._is_sending_waiting:
+                return
+            self._is_sending_waiting = True
+            try:
+                while self._waiting and not self._is_busy():
+                    key = next(iter(self._waiting))
+                    self._request(key, key)
+            finally:
+                self._is_sending_waiting = False
+
+    def _is_busy(self) -> bool:
+        return any(
+            not copy.done()
+            for key, copy in self._copies.items()
+            if key not in self._waiting
+        )
 
     def _require_begun(self) -> None:
         assert self.state is CopyState.COPYING, (
@@ -276,6 +330,14 @@ class CopyLedger:
 
         for copy in copies or [_done()]:
             copy.add_done_callback(drop)
+
+
+def _end_as(waiting: Future[Any], copy: Future[Any]) -> None:
+    """Give the end of a copy to a future that was handed out before the request."""
+    if reason := copy.exception():
+        waiting.set_exception(reason)
+    else:
+        waiting.set_result(copy.result())
 
 
 def _done() -> Future[None]:

@@ -67,7 +67,7 @@ def carry_out(script: str, ledger: CopyLedger, peers: Peers) -> None:
         script: `begin ab of a/b` begins to copy the blobs a and b to two peers, of
             which the first has a and the second has b; peers then delete stale blobs,
             and keep these with `resume` in place of `begin`. Other steps are `stop`,
-            `add a`, `drop a`, `complete a` and `fail a`.
+            `add a`, `drop a`, `ask a` (for the copy), `complete a` and `fail a`.
         ledger: The ledger.
         peers: The peers of the ledger.
     """
@@ -86,6 +86,8 @@ def carry_out(script: str, ledger: CopyLedger, peers: Peers) -> None:
             ledger.add(rest)
         elif name == "drop":
             ledger.drop([rest])
+        elif name == "ask":
+            ledger.copy_of(rest)
         elif name == "complete":
             peers.complete(rest)
         else:
@@ -163,9 +165,14 @@ def test_copies_are_complete_once_peers_have_what_copying_began_with(
     [
         ("begin a of ax/y, complete a", ["drop x y"]),
         ("begin a of x", []),
-        ("begin ab of x, complete b", []),
-        ("begin ab of x, complete b, fail a", []),
-        ("begin ab of x, fail a, complete b", []),
+        ("begin ab of x, complete a", []),
+        ("begin ab of x, complete a, complete b", ["drop x"]),
+        ("begin ab of x, complete a, fail b", []),
+        ("begin ab of x, fail a, add c, complete c, complete b", []),
+        # nothing of the withdrawn blob is left to send
+        ("begin ab of x, drop b, complete a", ["drop b", "drop x"]),
+        # the blob has been published again
+        ("begin ab of x, add b, complete a, complete b", ["drop x"]),
         ("begin a of ax", ["drop x"]),
         # each copy that is done asks for the rest of the stale blobs
         ("begin ab of abx", ["drop x", "drop "]),
@@ -192,6 +199,49 @@ def test_stale_blobs_go_once_all_others_have_arrived(
 ) -> None:
     carry_out(script, ledger, peers)
     assert [each for each in peers.asked if each.startswith("drop")] == dropped
+
+
+@pytest.mark.parametrize(
+    ("script", "asked"),
+    [
+        ("resume ab of", ["copy a"]),
+        ("resume ab of, complete a", ["copy a", "copy b"]),
+        ("resume ab of, add c, complete a", ["copy a", "copy c"]),
+        ("resume ab of, add c, complete a, complete c", ["copy a", "copy c", "copy b"]),
+        ("resume ab of, add c, complete c", ["copy a", "copy c"]),
+        ("resume ab of, add b, complete a, complete b", ["copy a", "copy b"]),
+        ("resume ab of, drop b, complete a", ["copy a", "drop b"]),
+        ("resume ab of, drop a, complete a", ["copy a", "drop a", "copy b"]),
+        ("resume ab of, stop, complete a", ["copy a"]),
+        # whoever asks for the copy needs it
+        ("resume ab of, ask b", ["copy a", "copy b"]),
+        ("resume ab of, ask b, complete a, complete b", ["copy a", "copy b"]),
+        # a later copy shows that peers can be reached
+        ("resume ab of, fail a", ["copy a"]),
+        ("resume ab of, fail a, add c, complete c", ["copy a", "copy c", "copy b"]),
+    ],
+)
+def test_blobs_from_before_are_sent_while_no_other_copy_is_under_way(
+    script: str, asked: list[str], ledger: CopyLedger, peers: Peers
+) -> None:
+    """Training waits for new blobs, and must not wait for whole earlier windows.
+
+    After the loss of a node all windows of a rank go to another peer.
+    """
+    carry_out(script, ledger, peers)
+    assert peers.asked == asked
+
+
+def test_a_wait_for_blobs_from_before_sends_them(
+    ledger: CopyLedger, peers: Peers
+) -> None:
+    carry_out("resume abc of", ledger, peers)
+    with ThreadPoolExecutor() as training:
+        waiting = training.submit(ledger.wait_until_copied, ["c"])
+        while "copy c" not in peers.asked and not waiting.done():
+            pass
+        peers.complete("c")
+        assert waiting.result(WAIT_S)
 
 
 def test_the_state_follows_the_transitions(ledger: CopyLedger) -> None:
