@@ -156,8 +156,8 @@ class PolicyConfig:
     """Name of the checkpoint policy, a key of `CKPT_CONFIGS`."""
 
     recovers_locally: ClassVar[bool] = False
-    """Whether only stages that lost state roll back and replay; the others keep their
-    state.
+    """Whether only lost state is rebuilt: of lost stages by replay, or of lost ranks by
+    logged gradients. All other ranks keep their state.
     """
 
     loses_tokens: ClassVar[bool] = False

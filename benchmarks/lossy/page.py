@@ -1,6 +1,7 @@
-"""The page and the figure about partial checkpoints. Pure.
+"""Text, tables and panels of docs/partial.md: what partial checkpoints cost the model.
 
-Owns: text, tables and panels of the measurements.
+A recovery from a partial checkpoint loses tokens of experts, hence the name of this
+package. `benchmarks/partial.py` trains the runs and writes the page. Pure.
 """
 
 from __future__ import annotations

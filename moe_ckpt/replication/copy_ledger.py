@@ -137,7 +137,7 @@ class CopyLedger:
         *,
         drop_stale: bool,
     ) -> None:
-        """Copy blobs to peers: these while no other copy is under way, and all later ones.
+        """Copy these blobs to peers while no other copy is under way, and later ones.
 
         If a copy fails, peers keep all blobs until copying begins again.
 

@@ -1,6 +1,7 @@
 """Ranks receive and keep few bytes as they enter a generation.
 
-The limit of received bytes is 64 KiB, and 100 bytes per rank of the job.
+A job of 16,384 ranks enters a generation after each fault. The limit of received bytes,
+64 KiB and 100 bytes per rank of the job, is 1.7 MB there.
 """
 
 from __future__ import annotations
