@@ -1,9 +1,9 @@
 """The number of experts of each layer that a link can carry in an iteration.
 
 Pure. The module computes budgets and divides budgets among layers. A *link* carries
-copies to host memory, or to peers, and has a budget of its own. A link
-also has its own popularity of each expert: the tokens since the last copy of the expert
-over the link. `expert_selection.most_popular` chooses the experts. MoEtion, sections 4.2 and 4.3,
+copies to host memory, or to peers, and has a budget of its own. A link also has its own
+popularity of each expert: the tokens since the last copy of the expert over the link.
+`expert_selection.most_popular` chooses the experts. MoEtion, sections 4.2 and 4.3,
 Algorithm 1.
 """
 
