@@ -490,7 +490,11 @@ class MoevementConfig(HostMemoryConfig):
     """
 
     recovery: str
-    """How a recovery leads on from a window, one of `RECOVERIES`."""
+    """How a recovery leads on from a window, one of `RECOVERIES`.
+
+    auto: gradients where `run.exactness` is state, which excludes a replay; else
+    replay.
+    """
 
     replicate_gradients: bool
     """Whether peers keep copies of logged gradients; for `recovery` gradients.
@@ -579,7 +583,7 @@ class MoevementConfig(HostMemoryConfig):
 
     @property
     def logs_boundaries(self) -> bool:
-        return self.boundary_log and self.replays
+        return self.boundary_log and not self.logs_gradients
 
     @property
     def copies_gradients(self) -> bool:
@@ -587,13 +591,13 @@ class MoevementConfig(HostMemoryConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_choice("ckpt.recovery", self.recovery, RECOVERIES)
+        require_choice("ckpt.recovery", self.recovery, [AUTO, *RECOVERIES])
         wanted = (
-            f"{REPLAY} with ckpt.paper_exact=true: Algorithm 1 counts compute weights,"
-            " which only a replay needs"
+            f"{AUTO} or {REPLAY} with ckpt.paper_exact=true: Algorithm 1 counts compute"
+            " weights, which only a replay needs"
         )
         require(
-            self.replays or not self.paper_exact,
+            not (self.logs_gradients and self.paper_exact),
             "ckpt.recovery",
             self.recovery,
             wanted,

@@ -12,6 +12,7 @@ iteration again: the outcome would differ.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from moe_ckpt.config import (
     AUTO,
@@ -19,6 +20,7 @@ from moe_ckpt.config import (
     GRADIENTS,
     REPLAY,
     CkptConfig,
+    MoevementConfig,
     require,
     require_choice,
 )
@@ -45,6 +47,20 @@ def require_valid(exactness: str, *, may_be_auto: bool) -> None:
     )
 
 
+def with_recovery(ckpt: CkptConfig, exactness: str) -> CkptConfig:
+    """Return a policy whose way of recovery is decided.
+
+    Args:
+        ckpt: The policy.
+        exactness: The promise of the run. While it is `auto`, nothing is decided.
+    """
+    if not isinstance(ckpt, MoevementConfig) or ckpt.recovery != AUTO:
+        return ckpt
+    if exactness == BITWISE or ckpt.paper_exact:
+        return replace(ckpt, recovery=REPLAY)
+    return replace(ckpt, recovery=GRADIENTS) if exactness == STATE else ckpt
+
+
 def require_kept(
     exactness: str,
     ckpt: CkptConfig,
@@ -65,6 +81,7 @@ def require_kept(
     """
     if exactness != STATE:
         return
+    ckpt = with_recovery(ckpt, exactness)
     require(not ckpt.replays, SETTING, exactness, f"{BITWISE} {_why_not(ckpt)}")
     wanted = (
         f"{BITWISE}, or no losses of state (fault=state_loss, run.lose): a replay"
@@ -112,6 +129,7 @@ def resolve_exactness(
     name, got, wanted = (
         (SETTING, asked, BITWISE) if option is None else (option, mode, True)
     )
+    ckpt = with_recovery(ckpt, STATE)
     require(not ckpt.replays, name, got, f"{wanted} {_why_not(ckpt)}")
     return STATE
 
@@ -127,6 +145,8 @@ def describe(exactness: str, ckpt: CkptConfig) -> str:
         )
     if ckpt.loses_tokens:
         promise += "; experts that snapshots leave out go back further"
+    if ckpt.logs_gradients:
+        promise += f" (ckpt.recovery={GRADIENTS})"
     return f"{SETTING}={exactness}: {promise}"
 
 
@@ -138,6 +158,6 @@ def _why_not(ckpt: CkptConfig) -> str:
     ]
     return (
         f"with ckpt={ckpt.policy} and ckpt.recovery={REPLAY}, whose recoveries run"
-        f" iterations again ({SETTING}={STATE} is for ckpt.recovery={GRADIENTS}, and"
-        f" for {', '.join(others)})"
+        f" iterations again ({SETTING}={STATE} is for ckpt.recovery={AUTO} or"
+        f" {GRADIENTS}, and for {', '.join(others)})"
     )

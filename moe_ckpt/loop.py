@@ -75,7 +75,7 @@ from moe_ckpt.events import (
     WorkerStarted,
     read_events,
 )
-from moe_ckpt.exactness import BITWISE, describe, require_kept
+from moe_ckpt.exactness import BITWISE, describe, require_kept, with_recovery
 from moe_ckpt.job_config import JobConfig
 from moe_ckpt.linux import age_s
 from moe_ckpt.megatron.checks import StateChecks, job_digest
@@ -738,12 +738,13 @@ def train(
     """
     worker, job, events = joined.worker, joined.worker.job, joined.events
     require_kept(training.exactness, job.ckpt, job.losses, job.check_determinism)
-    if job.ckpt.in_memory is not None:
+    ckpt = with_recovery(job.ckpt, training.exactness)
+    if ckpt.in_memory is not None:
         require_recoverable(
             training.iteration.state, is_supervised=worker.is_supervised
         )
     session = attach(
-        ckpt=job.ckpt,
+        ckpt=ckpt,
         identity=RunIdentity(
             run_id=joined.folder.run_id, model=training.model, layout=training.layout
         ),
@@ -844,10 +845,9 @@ class _Run:
         The lines state the first iteration and the reason, the promise of recoveries,
         and whether no state outlives torchrun.
         """
-        ckpt = self._joined.worker.job.ckpt
-        promises = (
-            [] if ckpt.policy == "none" else [describe(self._training.exactness, ckpt)]
-        )
+        exactness = self._training.exactness
+        ckpt = with_recovery(self._joined.worker.job.ckpt, exactness)
+        promises = [] if ckpt.policy == "none" else [describe(exactness, ckpt)]
         if done:
             source = self._loop.session.loaded_from or "a checkpoint of the loop's own"
             return [

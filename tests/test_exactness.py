@@ -11,9 +11,15 @@ from collections.abc import Callable
 import pytest
 
 from launcher.config import compose_settings
-from moe_ckpt.config import CKPT_CONFIGS
+from moe_ckpt.config import CKPT_CONFIGS, CkptConfig, MoevementConfig
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.exactness import BITWISE, STATE, describe, resolve_exactness
+from moe_ckpt.exactness import (
+    BITWISE,
+    STATE,
+    describe,
+    resolve_exactness,
+    with_recovery,
+)
 from moe_ckpt.job_config import JobConfig
 from moe_ckpt.run_settings import ckpt_config, parse_run
 from tests.loop_configs import loop_config
@@ -34,8 +40,12 @@ def attached(policy: str, exactness: str, *words: str) -> JobConfig:
     return parse_run(["--ckpt", policy, *options, "--", "train.py"]).job
 
 
-def own(policy: str, exactness: str) -> JobConfig:
-    return loop_config(policy, exactness=exactness).job
+def own(policy: str, exactness: str, *words: str) -> JobConfig:
+    pairs = (word.removeprefix("ckpt.").split("=") for word in words)
+    changes = {name: value == "True" or value for name, value in pairs}
+    return loop_config(
+        policy, ckpt=ckpt_config(policy, **changes), exactness=exactness
+    ).job
 
 
 @pytest.mark.parametrize("way", [launched, attached, own])
@@ -47,11 +57,11 @@ def test_a_policy_that_replays_cannot_keep_the_state(
     wanted = (
         r"^run\.exactness: got 'state', wanted bitwise with ckpt=moevement and"
         r" ckpt\.recovery=replay, whose recoveries run iterations again"
-        r" \(run\.exactness=state is for ckpt\.recovery=gradients, and for"
+        r" \(run\.exactness=state is for ckpt\.recovery=auto or gradients, and for"
         rf" {', '.join(SAVING)}\)$"
     )
     with pytest.raises(ConfigError, match=wanted):
-        way("moevement", STATE)
+        way("moevement", STATE, "ckpt.recovery=replay")
 
 
 @pytest.mark.parametrize("policy", OTHERS)
@@ -60,9 +70,41 @@ def test_all_other_policies_keep_either(policy: str) -> None:
     assert own(policy, BITWISE).exactness == BITWISE
 
 
-@pytest.mark.parametrize("way", [launched, attached])
-def test_logged_gradients_keep_the_state(way) -> None:
-    way("moevement", STATE, "ckpt.recovery=gradients")
+@pytest.mark.parametrize("way", [launched, attached, own])
+@pytest.mark.parametrize("recovery", ["auto", "gradients"])
+def test_logged_gradients_keep_the_state(
+    recovery: str, way: Callable[..., JobConfig]
+) -> None:
+    job = way("moevement", STATE, f"ckpt.recovery={recovery}")
+    assert with_recovery(job.ckpt, STATE).logs_gradients
+
+
+@pytest.mark.parametrize(
+    ("asked", "exactness", "decided"),
+    [
+        ("auto", BITWISE, "replay"),
+        ("auto", STATE, "gradients"),
+        # the promise of an attached loop is not known before the loop's options
+        ("auto", "auto", "auto"),
+        ("replay", STATE, "replay"),
+        ("gradients", BITWISE, "gradients"),
+    ],
+)
+def test_the_promise_decides_how_moevement_recovers(
+    asked: str, exactness: str, decided: str
+) -> None:
+    ckpt = with_recovery(ckpt_config("moevement", recovery=asked), exactness)
+    assert isinstance(ckpt, MoevementConfig)
+    assert ckpt.recovery == decided
+
+
+def test_the_algorithm_as_printed_always_replays() -> None:
+    printed = ckpt_config("moevement", paper_exact=True)
+    assert with_recovery(printed, STATE).replays
+    with pytest.raises(ConfigError, match=r"^run\.exactness: got 'state'"):
+        own("moevement", STATE, "ckpt.paper_exact=True")
+    with pytest.raises(ConfigError, match=r"^ckpt\.recovery: got 'gradients', wanted"):
+        ckpt_config("moevement", paper_exact=True, recovery="gradients")
 
 
 @pytest.mark.parametrize("way", [launched, own])
@@ -137,12 +179,27 @@ def test_a_loop_without_a_deterministic_mode_is_made_so_on_demand_only() -> None
     )
 
 
+def test_moevement_needs_no_deterministic_mode_by_default() -> None:
+    ckpt = ckpt_config("moevement")
+    for option in (OPTION, None):
+        promise = resolve_exactness(
+            "auto", ckpt, on_gpu=True, mode=False, option=option
+        )
+        assert promise == STATE
+    assert describe(STATE, with_recovery(ckpt, STATE)).endswith(
+        "(ckpt.recovery=gradients)"
+    )
+
+
+REPLAYING = ckpt_config("moevement", recovery="replay")
+
+
 @pytest.mark.parametrize(
-    ("asked", "policy", "option", "wanted"),
+    ("asked", "ckpt", "option", "wanted"),
     [
         (
             BITWISE,
-            "gemini",
+            ckpt_config("gemini"),
             OPTION,
             (
                 r"^--deterministic-mode: got False, wanted True with"
@@ -151,7 +208,7 @@ def test_a_loop_without_a_deterministic_mode_is_made_so_on_demand_only() -> None
         ),
         (
             "auto",
-            "moevement",
+            REPLAYING,
             OPTION,
             (
                 r"^--deterministic-mode: got False, wanted True with ckpt=moevement"
@@ -160,7 +217,7 @@ def test_a_loop_without_a_deterministic_mode_is_made_so_on_demand_only() -> None
         ),
         (
             "auto",
-            "moevement",
+            REPLAYING,
             None,
             (
                 r"^run\.exactness: got 'auto', wanted bitwise with ckpt=moevement"
@@ -170,12 +227,10 @@ def test_a_loop_without_a_deterministic_mode_is_made_so_on_demand_only() -> None
     ],
 )
 def test_kernels_that_do_not_repeat_are_refused_where_they_have_to(
-    asked: str, policy: str, option: str | None, wanted: str
+    asked: str, ckpt: CkptConfig, option: str | None, wanted: str
 ) -> None:
     with pytest.raises(ConfigError, match=wanted):
-        resolve_exactness(
-            asked, ckpt_config(policy), on_gpu=True, mode=False, option=option
-        )
+        resolve_exactness(asked, ckpt, on_gpu=True, mode=False, option=option)
 
 
 def test_the_line_of_a_start_tells_both_promises_apart() -> None:

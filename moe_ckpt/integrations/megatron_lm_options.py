@@ -420,7 +420,7 @@ def option_table() -> list[str]:
         rows.append(f"| `{refusal.flag}` | {wanted} | {refusal.reason} |")
     why = (
         "only such kernels repeat an iteration bit for bit, as `run.exactness=bitwise`"
-        " and `moevement` need it"
+        " needs it"
     )
     return [
         *rows,
