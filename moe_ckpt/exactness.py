@@ -54,11 +54,12 @@ def with_recovery(ckpt: CkptConfig, exactness: str) -> CkptConfig:
         ckpt: The policy.
         exactness: The promise of the run. While it is `auto`, nothing is decided.
     """
-    if not isinstance(ckpt, MoevementConfig) or ckpt.recovery != AUTO:
+    if exactness == AUTO or not isinstance(ckpt, MoevementConfig):
         return ckpt
-    if exactness == BITWISE or ckpt.paper_exact:
-        return replace(ckpt, recovery=REPLAY)
-    return replace(ckpt, recovery=GRADIENTS) if exactness == STATE else ckpt
+    if ckpt.recovery != AUTO:
+        return ckpt
+    by_gradients = exactness == STATE and not ckpt.paper_exact
+    return replace(ckpt, recovery=GRADIENTS if by_gradients else REPLAY)
 
 
 def require_kept(
@@ -71,7 +72,7 @@ def require_kept(
 
     Args:
         exactness: The promise.
-        ckpt: The policy.
+        ckpt: The policy, as `with_recovery` returns it.
         losses: Losses of state in living processes, on purpose.
         check_determinism: Whether a pass is run twice to compare gradients.
 
@@ -81,7 +82,6 @@ def require_kept(
     """
     if exactness != STATE:
         return
-    ckpt = with_recovery(ckpt, exactness)
     require(not ckpt.replays, SETTING, exactness, f"{BITWISE} {_why_not(ckpt)}")
     wanted = (
         f"{BITWISE}, or no losses of state (fault=state_loss, run.lose): a replay"

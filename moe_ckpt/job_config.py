@@ -19,7 +19,7 @@ from moe_ckpt.config import (
     wants_supervisor,
 )
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.exactness import BITWISE, require_kept, require_valid
+from moe_ckpt.exactness import BITWISE, require_kept, require_valid, with_recovery
 from moe_ckpt.faults.schedule import StateLoss
 
 
@@ -70,7 +70,8 @@ class JobConfig:
 
     def __post_init__(self) -> None:
         require_valid(self.exactness, may_be_auto=True)
-        require_kept(self.exactness, self.ckpt, self.losses, self.check_determinism)
+        ckpt = with_recovery(self.ckpt, self.exactness)
+        require_kept(self.exactness, ckpt, self.losses, self.check_determinism)
         require_switch("check_determinism", self.check_determinism)
         require_auto("parallel.ranks_per_node", self.ranks_per_node, 1, "a number")
 

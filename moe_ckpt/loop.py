@@ -54,7 +54,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from moe_ckpt.attach import TrainingLoop, attach
 from moe_ckpt.collectives import TorchRanks, gather_results
-from moe_ckpt.config import is_on, require
+from moe_ckpt.config import CkptConfig, is_on, require
 from moe_ckpt.durable.course import RunCourse
 from moe_ckpt.elastic.backend_choice import use_gpu
 from moe_ckpt.elastic.context import ElasticContext
@@ -737,8 +737,8 @@ def train(
         MoeCkptError: Settings or checkpoints that cannot work.
     """
     worker, job, events = joined.worker, joined.worker.job, joined.events
-    require_kept(training.exactness, job.ckpt, job.losses, job.check_determinism)
     ckpt = with_recovery(job.ckpt, training.exactness)
+    require_kept(training.exactness, ckpt, job.losses, job.check_determinism)
     if ckpt.in_memory is not None:
         require_recoverable(
             training.iteration.state, is_supervised=worker.is_supervised
@@ -767,7 +767,7 @@ def train(
             seconds=time.monotonic() - joined.began_s, exactness=training.exactness
         )
     )
-    run = _Run(joined, training)
+    run = _Run(joined, training, ckpt)
     training.loop.session = session
     training.iteration.hooks = around_hooks(session)
     training.iteration.on_commit = run.commit
@@ -785,9 +785,12 @@ def train(
 class _Run:
     """One rank's way through the iterations; implements `worker_loop.TrainingRun`."""
 
-    def __init__(self, joined: JoinedWorker[Any], training: Training) -> None:
+    def __init__(
+        self, joined: JoinedWorker[Any], training: Training, ckpt: CkptConfig
+    ) -> None:
         self._joined = joined
         self._training = training
+        self._ckpt = ckpt
         self._loop, self._iteration = training.loop, training.iteration
         checks = joined.worker.job.checks
         self._checks = StateChecks(checks, self._iteration.state, joined.events)
@@ -845,9 +848,10 @@ class _Run:
         The lines state the first iteration and the reason, the promise of recoveries,
         and whether no state outlives torchrun.
         """
-        exactness = self._training.exactness
-        ckpt = with_recovery(self._joined.worker.job.ckpt, exactness)
-        promises = [] if ckpt.policy == "none" else [describe(exactness, ckpt)]
+        ckpt = self._ckpt
+        promises = (
+            [] if ckpt.policy == "none" else [describe(self._training.exactness, ckpt)]
+        )
         if done:
             source = self._loop.session.loaded_from or "a checkpoint of the loop's own"
             return [

@@ -59,8 +59,11 @@ JOB = "job"
 JOB_ID = "id"
 """The key of the job's number in that part."""
 
-# a user
+_FOLDER = "run_folder"
+"""The key of the run folder's path in that part."""
+
 _ROOT = 0
+"""The user id of root."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,16 +173,14 @@ def find_run_folder(
     store = agent_store(JOB)
     assert store is not None
     try:
-        store.wait(["run_folder"], timedelta(seconds=timeout_s))
+        store.wait([_FOLDER], timedelta(seconds=timeout_s))
     except dist.DistStoreError as error:
         raise ConfigError(
             f"run.dir: got no folder from rank 0 in {timeout_s:g} s"
         ) from error
     # a path in the settings takes precedence over the one in the store, which has no
     # authentication
-    path = (
-        Path(run.dir).resolve() if run.dir else Path(store.get("run_folder").decode())
-    )
+    path = Path(run.dir).resolve() if run.dir else Path(store.get(_FOLDER).decode())
     try:
         _require_own(path, is_of_settings=run.dir is not None)
     except OSError as error:
@@ -223,7 +224,7 @@ def _create_or_find(run: RunFolderConfig, launch: Launch) -> RunFolder:
         ) from error
     _point_latest(path)
     if store is not None:
-        store.set("run_folder", str(path))
+        store.set(_FOLDER, str(path))
     return read_run_folder(path)
 
 
@@ -323,6 +324,6 @@ def _point_latest(path: Path) -> None:
 
 def _remembered_folder(store: dist.Store | None, run: RunFolderConfig) -> Path | None:
     """Return the folder that an earlier attempt chose, if no setting names one."""
-    if run.dir is not None or store is None or not store.check(["run_folder"]):
+    if run.dir is not None or store is None or not store.check([_FOLDER]):
         return None
-    return Path(store.get("run_folder").decode())
+    return Path(store.get(_FOLDER).decode())

@@ -15,47 +15,40 @@ from moe_ckpt.config import require
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.layer_split import MEGATRON_LM_FIELDS, LayerSplit
 
-LAYER_SHAPE = (  # settings of all loops that shape the saved tensors
-    *(
-        "num_layers",
-        "hidden_size",
-        "ffn_hidden_size",
-        "num_attention_heads",
-        "num_query_groups",
-        "kv_channels",
-    ),
-    *(
-        "moe_ffn_hidden_size",
-        "moe_layer_freq",
-        "moe_shared_expert_intermediate_size",
-        "params_dtype",
-    ),
+LAYER_SHAPE = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "moe_ffn_hidden_size",
+    "moe_layer_freq",
+    "moe_shared_expert_intermediate_size",
+    "params_dtype",
 )
+"""Settings of all loops that shape the saved tensors."""
 
-# settings of all loops that decide the results of a replay, besides the settings of the
-# optimizer
 COURSE = (
-    *(
-        "seed",
-        "data_seed",
-        "random_seed",
-        "split",
-        "micro_batch_size",
-        "calculate_per_token_loss",
-    ),
-    *(
-        "hidden_dropout",
-        "attention_dropout",
-        "moe_router_topk",
-        "moe_router_load_balancing_type",
-    ),
-    *(
-        "moe_aux_loss_coeff",
-        "moe_z_loss_coeff",
-        "moe_expert_capacity_factor",
-        "moe_router_bias_update_rate",
-    ),
+    "seed",
+    "data_seed",
+    "random_seed",
+    "split",
+    "micro_batch_size",
+    "calculate_per_token_loss",
+    "hidden_dropout",
+    "attention_dropout",
+    "moe_router_topk",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_expert_capacity_factor",
+    "moe_router_bias_update_rate",
 )
+"""Settings of all loops that decide the results of a replay.
+
+The settings of the optimizer are not among them.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -232,16 +232,13 @@ def test_blobs_from_before_are_sent_while_no_other_copy_is_under_way(
     assert peers.asked == asked
 
 
-def test_a_wait_for_blobs_from_before_sends_them(
-    ledger: CopyLedger, peers: Peers
-) -> None:
+def test_a_wait_for_blobs_from_before_sends_them(peers: Peers) -> None:
+    ledger = ledger_of(peers, copy_s=0.01)
     carry_out("resume abc of", ledger, peers)
-    with ThreadPoolExecutor() as training:
-        waiting = training.submit(ledger.wait_until_copied, ["c"])
-        while "copy c" not in peers.asked and not waiting.done():
-            pass
-        peers.complete("c")
-        assert waiting.result(WAIT_S)
+    assert not ledger.wait_until_copied(["c"])
+    assert peers.asked == ["copy a", "copy c"]
+    peers.complete("c")
+    assert ledger.wait_until_copied(["c"])
 
 
 def test_the_state_follows_the_transitions(ledger: CopyLedger) -> None:
