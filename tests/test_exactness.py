@@ -217,6 +217,12 @@ REPLAYING = ckpt_config("moevement", recovery="replay")
         ),
         (
             "auto",
+            ckpt_config("moevement", paper_exact=True),
+            OPTION,
+            r"^--deterministic-mode: got False, wanted True with ckpt=moevement",
+        ),
+        (
+            "auto",
             REPLAYING,
             None,
             (
